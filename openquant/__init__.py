@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .plan.explain import Explanation
     from .plan.plan import Plan
     from .result import Reporter, Result
-    from .verification.outcome import Report
+    from .verification.headers import Report
     from .verification.verify import verify
 
 __all__ = [
@@ -97,7 +97,7 @@ _HOMES = {
     "Plan": "plan.plan",
     "Push": "options",
     "Ranks": "distributed",
-    "Report": "verification.outcome",
+    "Report": "verification.headers",
     "Reporter": "result",
     "Result": "result",
     "SearchResult": "fit.result",

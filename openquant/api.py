@@ -300,7 +300,7 @@ def _calibrate(
         ranks, lambda: run_texts(prepared, request.recipe, request.texts, request.options, ranks, reporter)
     )
     prepared = plan_of(replace(request, options=options), ranks, again=True)
-    reporter.planned(prepared.plan, prepared.source, prepared.target)
+    reporter.on_plan(prepared.plan, prepared.source, prepared.target)
     return prepared, corpus
 
 
@@ -382,8 +382,8 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
     if ranks.first:
         space, error = attempt(lambda: find_space(prepared, texts, ranks))
     if space is not None:
-        reporter.disk_space(space)
-    reporter.planned(prepared.plan, prepared.source, prepared.target)
+        reporter.on_disk_space(space)
+    reporter.on_plan(prepared.plan, prepared.source, prepared.target)
     ranks.agree(error)
     return space or DiskSpace(0, 0, prepared.run.stream)
 
@@ -460,7 +460,7 @@ def _write(
     in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
     outcome = carry_out(prepared, ranks, reporter, corpus)
     result = _result(prepared, space, start, outcome)
-    reporter.finished(result, outcome.already_complete)
+    reporter.on_finish(result, outcome.already_complete)
     return result
 
 
@@ -571,7 +571,7 @@ def diagnose(
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
     request = Diagnose.parse(**values_for(Diagnose, locals()))
-    progress = partial((reporter or Reporter()).progressed, unit="bytes")
+    progress = partial((reporter or Reporter()).on_progress, unit="bytes")
     chosen = find_scheme(request.scheme)
 
     source, checkpoint = open_model(request.model, request.revision, request.stream)

@@ -163,31 +163,31 @@ class Reporter:
 
     Override those that you need. They may be called from any thread, but never by two at once. An exception that one of
     them raises ends the run. A run calls only those whose work it has to do. compress() and dequantize() call them in
-    the order below; GPTQ reports as a calibration does, after the second plan. The other functions call `noted`,
-    `progressed` and, evaluate() only, `measured`.
+    the order below; GPTQ reports as a calibration does, after the second plan. The other functions call `on_note`,
+    `on_progress` and, evaluate() only, `on_evaluation`.
     """
 
-    def disk_space(self, space: DiskSpace) -> None:
-        """Called with the disk space that the run needs, once, before the first `planned`.
+    def on_disk_space(self, space: DiskSpace) -> None:
+        """Called with the disk space that the run needs, once, before the first `on_plan`.
 
         It is not called if the run will be refused because of its output directory.
         """
 
-    def planned(self, plan: Plan, source: Source, output: Path) -> None:
+    def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
         """Called when the plan is made, before anything is written.
 
         A run that calibrates calls it again with the plan that the calibration gave, and one with GPTQ once more
         before its texts run through the model.
         """
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         """Called when a calibration, an evaluation or a download begins.
 
         Args:
             about: a line that describes it, such as its texts.
         """
 
-    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
         """Called as a calibration or the work of another function advances, from 0 on.
 
         Args:
@@ -196,13 +196,13 @@ class Reporter:
             unit: "tokens", "layers" or "bytes".
         """
 
-    def measured(self, evaluation: Any) -> None:
+    def on_evaluation(self, evaluation: Any) -> None:
         """Called by evaluate() with its `Evaluation`, in the first rank only, before that is written.
 
         So hours of work are not lost if a disk is full. `written` is still empty.
         """
 
-    def started(self, total: int, done: int) -> None:
+    def on_start(self, total: int, done: int) -> None:
         """Called when the conversion begins.
 
         Args:
@@ -210,11 +210,11 @@ class Reporter:
             done: bytes that an earlier run has converted.
         """
 
-    def advanced(self, nbytes: int) -> None:
+    def on_advance(self, nbytes: int) -> None:
         """Called when `nbytes` more bytes of the source are converted; it may be 0."""
 
-    def publishing(self, repo: str) -> None:
+    def on_publishing(self, repo: str) -> None:
         """Called when everything is converted, before the rest of it is uploaded to the Hub repository `repo`."""
 
-    def finished(self, result: Result, already_complete: bool) -> None:
+    def on_finish(self, result: Result, already_complete: bool) -> None:
         """Called when everything is written and published; `already_complete` if nothing was left to do."""

@@ -82,10 +82,10 @@ class _Writing:
     ranks: Ranks
     reporter: Reporter
 
-    def advanced(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         """Report that `nbytes` more bytes of the source are converted; end if another rank has failed."""
         self.ranks.check()
-        self.reporter.advanced(nbytes)
+        self.reporter.on_advance(nbytes)
 
 
 class _Work(NamedTuple):
@@ -241,7 +241,7 @@ def _report_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> 
     """Report the bytes of the source, and how many of them an earlier run has converted."""
     plan, left = writing.prepared.plan, {*(work.unfinished or ()), *(shard.name for shard in outdated)}
     sizes = {shard.name: plan.layout.consumed(shard.name) for shard in plan.layout.shards}
-    writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
+    writing.reporter.on_start(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
 
 
 def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[str]) -> None:
@@ -251,7 +251,7 @@ def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[s
         SourceError: the source gives other bytes now.
     """
     ranks, mine = writing.ranks, writing.ranks.share(outdated)
-    in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advanced))
+    in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advance))
     in_all_ranks(ranks, lambda: writing.claim.renew() if ranks.first else None)
 
 
@@ -292,7 +292,7 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
                 writing.claim.directory,
                 prepared.workers,
                 prepared.device,
-                writing.advanced,
+                writing.advance,
                 fast=prepared.fast,
             )
         except (SourceError, PlanError):
@@ -349,7 +349,7 @@ def _publish(writing: _Writing, work: _Work) -> Published | None:
     if work.unfinished is None and not push.only:
         evaluation = take_evaluation(publisher)
 
-    writing.reporter.publishing(publisher.repo)
+    writing.reporter.on_publishing(publisher.repo)
     title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
     return publisher.commit(sorted([*prepared.plan.files.keys() | writing.generated.keys(), *evaluation]), title)
 
@@ -553,7 +553,7 @@ def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
             "run the same command again: all shards are made and uploaded again",
         )
     if moved:
-        _compare_shards(writing, shards, moved.keys(), lambda _: writing.reporter.advanced(0))
+        _compare_shards(writing, shards, moved.keys(), lambda _: writing.reporter.on_advance(0))
         claim.sources = {**claim.sources, **moved}
 
     for name in copied:

@@ -95,7 +95,7 @@ def test_a_result_has_the_notes_and_engines_that_the_command_prints() -> None:
     plans: list[openquant.Plan] = []
 
     class Keeper(openquant.Reporter):
-        def planned(self, plan: openquant.Plan, *_: object) -> None:
+        def on_plan(self, plan: openquant.Plan, *_: object) -> None:
             plans.append(plan)
 
     result = openquant.compress(

@@ -503,10 +503,10 @@ def test_a_reporter_of_one_s_own_is_told_of_the_run(tmp_path: Path) -> None:
     told: list[str] = []
 
     class Mine(openquant.Reporter):
-        def started(self, total: int, done: int) -> None:
+        def on_start(self, total: int, done: int) -> None:
             told.append(f"{done} of {total} bytes")
 
-        def finished(self, result: openquant.Result, already_complete: bool) -> None:
+        def on_finish(self, result: openquant.Result, already_complete: bool) -> None:
             told.append(f"{result.quantized_tensors} layers, complete before: {already_complete}")
 
     openquant.compress(ROOT / "examples" / "tiny-qwen3", tmp_path / "out", reporter=Mine())

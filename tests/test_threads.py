@@ -26,7 +26,7 @@ def test_fewer_threads_do_the_work_where_no_more_can_be_started(tmp_path, source
         f"threading.stack_size({stack})\n"
         "class Seen(Reporter):\n"
         "    seen = set()\n"
-        "    def advanced(self, nbytes):\n"
+        "    def on_advance(self, nbytes):\n"
         "        self.seen.add(threading.current_thread().name)\n"
         "compress(sys.argv[1], sys.argv[2], workers=4, reporter=Seen())\n"
         "print(sorted(Seen.seen))\n"

@@ -265,7 +265,7 @@ def smoothing_transforms(
     plan = prepared.plan
     usable = usable_mappings(plan)
     if usable.mappings:
-        reporter.noted(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
+        reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
     outcomes = _ScaleSearch(prepared, usable, choose, ranks, reporter).run()
     parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
     unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
@@ -350,4 +350,4 @@ class _ScaleSearch:
             self.supply.release(str(number))
             with self.lock:
                 self.done += self.layer_counts[number]
-                self.reporter.progressed(self.done, sum(self.layer_counts), "layers")
+                self.reporter.on_progress(self.done, sum(self.layer_counts), "layers")

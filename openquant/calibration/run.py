@@ -97,7 +97,7 @@ def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, report
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     opened = _check_inputs(options, texts, ranks)
-    _run(*opened, options, ranks, reporter.noted, reporter.progressed)
+    _run(*opened, options, ranks, reporter.on_note, reporter.on_progress)
     return opened.target.path
 
 
@@ -234,8 +234,8 @@ def find_calibration(
         target,
         options,
         ranks,
-        lambda description: reporter.noted(f"{description}; kept in {path}"),
-        reporter.progressed,
+        lambda description: reporter.on_note(f"{description}; kept in {path}"),
+        reporter.on_progress,
     )
     ranks.agree(None)
     return read_calibration(path)
@@ -388,7 +388,7 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
     store = rounded_layer_store(prepared.target, digest)
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
-    reporter.noted(_describe(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
+    reporter.on_note(_describe(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
 
     # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
     free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
@@ -411,9 +411,9 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
             loops(fast),
             max_hessian_bytes=max_hessian_bytes,
             scratch=scratch,
-            progress=checked_progress(ranks, reporter.progressed),
+            progress=checked_progress(ranks, reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
-            note=reporter.noted,
+            note=reporter.on_note,
         )
 
     pass_checkpoint.remove()

@@ -60,10 +60,14 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
-            also = vars(action).get("also", ())
-            return f"[{also[0]}] {action.metavar}" if also else super()._format_action_invocation(action)
+            also = vars(action).get("also")
+            if not also:
+                return super()._format_action_invocation(action)
+            return f"[{also[0]}] {action.metavar}"
         names = ", ".join(name for name in action.option_strings if name not in vars(action).get("also", ()))
-        return names if action.nargs == 0 else f"{names} {action.metavar}"
+        if action.nargs == 0:
+            return names
+        return f"{names} {action.metavar}"
 
     def _format_action(self, action: argparse.Action) -> str:
         if vars(action).get("other_form"):
@@ -90,8 +94,10 @@ class _VersionAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from ..environment import install_commit
 
-        commit = install_commit()
-        parser._print_message(f"openquant {__version__}{f' ({commit})' if commit else ''}\n", sys.stdout)
+        about = f"openquant {__version__}"
+        if commit := install_commit():
+            about += f" ({commit})"
+        parser._print_message(f"{about}\n", sys.stdout)
         parser.exit()
 
 
@@ -123,11 +129,13 @@ class Parser(argparse.ArgumentParser):
         self.by_flag = by_flag
         self.shows_all = False
         words = f"python {prog}" if prog.endswith(".py") else prog
-        shown = "".join(f"\n  {words} {example}" for example in examples)
+        epilog = "".join(f"\n  {words} {example}" for example in examples)
+        if epilog:
+            epilog = f"examples:{epilog}"
         super().__init__(
             prog=prog,
             usage=f"{words} {usage}".replace("%", "%%"),
-            epilog=f"examples:{shown}" if shown else None,
+            epilog=epilog,
             formatter_class=_Format,
             allow_abbrev=False,
             add_help=False,
@@ -161,12 +169,12 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, message: str, word: str, known: Collection[str]) -> NoReturn:
         """Raise a UsageError whose hint names the known word that is nearest to a mistyped one."""
         near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-        raise UsageError(message, f"{f'did you mean {near[0]}? ' if near else ''}see {self.prog} --help")
+        raise UsageError(message, "".join([*(f"did you mean {name}? " for name in near), f"see {self.prog} --help"]))
 
     def format_help(self) -> str:
         """Return the help; that of a command with many options has the common ones only, unless `shows_all` is set."""
-        hidden = [] if self.shows_all else [action for action in self._actions if vars(action).get("hidden")]
-        if not hidden:
+        hidden = [action for action in self._actions if vars(action).get("hidden")]
+        if self.shows_all or not hidden:
             return super().format_help()
         shown = [action for group in self._action_groups for action in group._group_actions if action not in hidden]
         formatter = self._get_formatter()
@@ -240,10 +248,14 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option, positiona
     if option.value is not None:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
     if positional:
-        added = group.add_argument(name, nargs="+" if option.repeated else None, **settings)
+        if option.repeated:
+            settings["nargs"] = "+"
+        added = group.add_argument(name, **settings)
         vars(added)["also"] = option.flags
     else:
-        action = "store_true" if option.value is None else "append" if option.repeated else "store"
+        action = "append" if option.repeated else "store"
+        if option.value is None:
+            action = "store_true"
         settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
         added = group.add_argument(*flags_of(name, option), *option.also, **settings)
         vars(added)["also"] = option.also

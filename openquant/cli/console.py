@@ -119,7 +119,8 @@ def escaped_libraries() -> Iterator[None]:
         record = make_record(*arguments, **options)
         # The logging handler reports records that cannot be formatted.
         with suppress(TypeError, ValueError, KeyError):
-            record.msg, record.args = terminal(record.getMessage(), kept="\n\t"), ()
+            record.msg = terminal(record.getMessage(), kept="\n\t")
+            record.args = ()
         return record
 
     def show(
@@ -289,11 +290,11 @@ class Terminal(Reporter):
             say_lines(lines, sys.stderr)
         return lines
 
-    def disk_space(self, space: DiskSpace) -> None:
+    def on_disk_space(self, space: DiskSpace) -> None:
         """Keep the disk space for the plan."""
         self.space = space
 
-    def planned(self, plan: Plan, source: Source, output: Path) -> None:
+    def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
         self.close()
         self.plan = plan
@@ -310,22 +311,28 @@ class Terminal(Reporter):
         def planned_text(width: int | None) -> str:
             download = expected_download(source, plan)
             text = plan_text(plan, source.place, output, download, others, self.space, width)
-            return f"{text}\n{details_text(plan, width)}" if self.verbose else text
+            if self.verbose:
+                text += f"\n{details_text(plan, width)}"
+            return text
 
         lines = planned_text(None).split("\n")
         self.planned_lines = frozenset(lines)
         new_lines = [line for line in lines if line not in printed_lines]
-        if new_lines:
-            self._print("\n".join(paragraphs(new_lines, columns())) if printed_lines else planned_text(columns()))
+        if new_lines and printed_lines:
+            self._print("\n".join(paragraphs(new_lines, columns())))
+        elif new_lines:
+            self._print(planned_text(columns()))
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         """Print the line that describes what begins, or what --fit and --search measure."""
         self.close()
-        self.stage = ("measuring", "measured") if about.startswith("--") else self.own_stage
+        self.stage = self.own_stage
+        if about.startswith("--"):
+            self.stage = ("measuring", "measured")
         if not self.silent:
             say_lines([about], sys.stderr)
 
-    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
         """Show the progress of anything but a conversion.
 
         Raises:
@@ -336,13 +343,13 @@ class Terminal(Reporter):
             self.progress = self.progress or Progress(total, 0, *self.stage, self.lines, unit)
             self.progress.advance(done - self.progress.done)
 
-    def started(self, total: int, done: int) -> None:
+    def on_start(self, total: int, done: int) -> None:
         """Begin to show the progress of a conversion."""
         self.close()
         if not self.silent:
             self.progress = Progress(total, done, lines=self.lines)
 
-    def advanced(self, nbytes: int) -> None:
+    def on_advance(self, nbytes: int) -> None:
         """Show the progress of a conversion.
 
         Raises:
@@ -352,13 +359,13 @@ class Terminal(Reporter):
         if self.progress is not None:
             self.progress.advance(nbytes)
 
-    def publishing(self, repo: str) -> None:
+    def on_publishing(self, repo: str) -> None:
         """Print to which repository the remaining files are uploaded."""
         self.close()
         if not self.silent:
             say_lines([f"converted; uploading the rest to {repo}"], sys.stderr)
 
-    def finished(self, result: Result, already_complete: bool) -> None:
+    def on_finish(self, result: Result, already_complete: bool) -> None:
         """Print notes that the plan did not have, and the summary."""
         self.close()
         notes = self._new_notes(result.notes)
@@ -432,7 +439,9 @@ class Progress:
         elif _draws(self.stream):
             from tqdm import tqdm
 
-            settings = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}
+            settings: dict[str, Any] = {"unit": f" {unit}"}
+            if unit == "bytes":
+                settings = {"unit": "B", "unit_scale": True}
             self.bar = tqdm(total=total, initial=done, desc=doing, file=self.stream, leave=False, **settings)
         elif done:
             say(f"continuing: {100 * done / total:.0f} % is already {did}", self.stream)
@@ -455,8 +464,10 @@ class Progress:
             if self.lines:
                 self._object()
             else:
-                said = "" if left is None else f", about {spoken(left)} left"
-                say(f"{100 * self.done / self.total:.0f} % {self.did}{said}", self.stream)
+                line = f"{100 * self.done / self.total:.0f} % {self.did}"
+                if left is not None:
+                    line += f", about {spoken(left)} left"
+                say(line, self.stream)
 
     def _say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -481,7 +492,7 @@ class Progress:
             "total": self.total,
             "unit": self.unit,
             "seconds": round(time.monotonic() - self.start, 3),
-            "seconds_left": None if left is None else round(left, 3),
+            "seconds_left": left and round(left, 3),
         }
         say(json.dumps(progress), self.stream)
 

@@ -55,7 +55,9 @@ def sample_step(shape: tuple[int, int]) -> int:
         shape: (out, in) of the layer.
     """
     count = shape[0] * shape[1]
-    return 1 if count <= MAX_UNSAMPLED else min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
+    if count <= MAX_UNSAMPLED:
+        return 1
+    return min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
 
 
 class MeasuredCheckpoint(NamedTuple):
@@ -87,7 +89,9 @@ def shards_to_read(plan: Plan) -> dict[str, list[str]]:
     needs: dict[str, set[str]] = {}
     for shard, task in _tasks(plan):
         needs.setdefault(shard, set()).add(shard)
-        for weight in () if isinstance(task, TensorInfo) else task:
+        if isinstance(task, TensorInfo):
+            continue
+        for weight in task:
             parts = weight.parts or (weight.source,)
             needs[shard].update(plan.decoded.where[part.name].shard for part in parts)
     return {shard: sorted(names) for shard, names in needs.items()}
@@ -194,9 +198,11 @@ class _DiagnosisRun:
 
             shard, task = next_task
             try:
-                layers = [] if isinstance(task, TensorInfo) else _FusedLayers(self, reader, task).measure()
+                layers = []
                 if isinstance(task, TensorInfo):
                     self._check_finite(task, reader)
+                else:
+                    layers = _FusedLayers(self, reader, task).measure()
             except _Stopped:
                 return
 
@@ -356,7 +362,9 @@ class RowSample(NamedTuple):
     def estimate_sum(self, of_rows: Energies) -> float:
         """Estimate the sum of a value over all rows, from its values for these, float64 [n]."""
         total = self.share * float(of_rows.sum())
-        return total - (self.share - 1) * float(of_rows[0]) if self.first_is_outlier else total
+        if self.first_is_outlier:
+            total -= (self.share - 1) * float(of_rows[0])
+        return total
 
 
 class WeightRanges:
@@ -441,7 +449,9 @@ class WeightRanges:
             absmax = self._grids[fmt][0][rows.indices // (height or 1)]
         else:
             absmax = self._loops.absmax(rows.bits, self.weight.dtype, fmt.group)
-        global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
+        global_scale = None
+        if fmt.global_scale is not None:
+            global_scale = choose_shared_scale(fmt, shared_absmax)
         return group, choose_scales(scheme, rows.bits, self.weight.dtype, absmax, global_scale, loops=self._loops)
 
 
@@ -542,7 +552,9 @@ def _as_stored(scheme: Scheme, weight: Weight) -> Scheme | None:
     """The scheme in which `compress` stores a weight for which another is requested; None if it cannot."""
     if weight.is_stored_as(scheme.format) or scheme.format.shape_error(weight.shape) is None:
         return scheme
-    return None if scheme.fallback is None else _as_stored(scheme.fallback, weight)
+    if scheme.fallback is None:
+        return None
+    return _as_stored(scheme.fallback, weight)
 
 
 def _by_scheme(values: dict[str, float]) -> dict[str, float | None]:
@@ -552,4 +564,6 @@ def _by_scheme(values: dict[str, float]) -> dict[str, float | None]:
 
 def _widen(grid: Floats, width: int | None) -> Floats:
     """Repeat each entry of [n, groups] over the `width` columns of its group; not if a row has one group."""
-    return grid if width is None else np.repeat(grid, width, axis=1)
+    if width is None:
+        return grid
+    return np.repeat(grid, width, axis=1)

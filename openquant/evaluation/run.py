@@ -142,11 +142,11 @@ def _evaluate(
         pass_checkpoint=pass_checkpoint,
     )
     evaluation = compare_outputs(
-        subjects[0], subjects[1:], corpus, settings, reporter.noted, checked_progress(ranks, reporter.progressed)
+        subjects[0], subjects[1:], corpus, settings, reporter.on_note, checked_progress(ranks, reporter.on_progress)
     )
 
     if ranks.first:
-        reporter.measured(evaluation)
+        reporter.on_evaluation(evaluation)
         _write_results(inputs.files, options, evaluation)
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)

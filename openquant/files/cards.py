@@ -22,7 +22,8 @@ from .small_files import MAX_SMALL, read_small
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-# Headings of the part that openquant writes: over what was done, over the evaluation, and over the source's own card.
+# Headings of the part that openquant writes (report/card.jinja and evaluation.jinja): over what was done, over the
+# evaluation, and over the source's own card.
 MADE_HEADING = "## How it was made"
 EVALUATION_HEADING = "## Measured against the source"
 SOURCE_HEADING = "## Model card of the source"
@@ -53,12 +54,8 @@ POOLING = {"vLLM": "--runner pooling", "SGLang": "--is-embedding"}
 # Flags that may follow a command (formats/numbers.py).
 _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
-# Suffix of the source's name in a card if the source is quantized itself.
-QUANTIZED = ", which is quantized already"
 # Value of the row "rounded by" for weights that are not rounded to nearest.
 ROUNDED_BY_GPTQ = "GPTQ"
-# Value of the row "codes" for those of a quantized source.
-KEPT_CODES = "those of the source, with its scales"
 # Bytes of metadata. Models with results of many benchmarks have a few hundred kilobytes.
 _MAX_METADATA = 1 << 20
 # Nesting of YAML, and characters of a number or date. What has more is an attack on readers of the card.

@@ -77,13 +77,13 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
     choice = _Choice(session, mixtures)
     if run.dry_run:
         mixture = mixtures.smallest(budget.value) if limit is None else mixtures.best(limit)
-        reporter.noted("--fit: this mixture follows from the scores; nothing is compared on other texts")
+        reporter.on_note("--fit: this mixture follows from the scores; nothing is compared on other texts")
     elif limit is None:
         mixture = choice.smallest(budget.value)
     else:
         mixture = choice.within(limit)
     for line in _chosen(mixtures, mixture):
-        reporter.noted(f"--fit: {line}")
+        reporter.on_note(f"--fit: {line}")
     asked = Asked(run.model, recipe, fit.fit, fit.context, fit.engines, fit.candidates, texts.text, texts.dataset)
     on_gpus = budget.kind == "gpu"
     corpus = choice.corpus if choice.measured else session.scored
@@ -142,7 +142,7 @@ class _Choice:
         best = self.mixtures.best_uniform(nbytes)
         if best is not None:
             named[f"--scheme {best}"] = self.menu.uniform(best)
-        self.reporter.noted(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
+        self.reporter.on_note(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
         records = self.session.measure(self.corpus, list(named.values()))
         for (name, mixture), found in zip(named.items(), records, strict=True):
             self._report(name, mixture, found)
@@ -153,7 +153,7 @@ class _Choice:
         interval = bootstrap_interval(differences, 0)
         if interval is not None and interval[1] < 0:
             return named["the mixture"]
-        self.reporter.noted(f"--fit: the mixture is not better beyond chance, so --scheme {best} is taken")
+        self.reporter.on_note(f"--fit: the mixture is not better beyond chance, so --scheme {best} is taken")
         return named[f"--scheme {best}"]
 
     def smallest(self, kl: float) -> Mixture:
@@ -210,7 +210,7 @@ class _Choice:
         interval = bootstrap_interval([record.kl for record in records], 0)
         within = "" if interval is None else f" [{interval[0]:.4f}, {interval[1]:.4f}]"
         bits = bits_per_weight(self.menu.units, nbytes - self.menu.fixed)
-        self.reporter.noted(
+        self.reporter.on_note(
             f"--fit: {name}: KL {mean_kl(records):.4f}{within} nats, {nbytes / 1e9:.3g} GB, {bits:.2f} bits a weight"
         )
 

@@ -104,7 +104,7 @@ def search_mixtures(
         named[f"fits {request.gpu}"] = best.best(limit)
 
     corpus = session.corpus()
-    reporter.noted(f"--search: comparing {len(named)} outputs on {corpus.described}")
+    reporter.on_note(f"--search: comparing {len(named)} outputs on {corpus.described}")
     records = session.measure(corpus, list(named.values()))
     asked = Asked(
         model,

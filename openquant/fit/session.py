@@ -146,24 +146,24 @@ class Session:
                 "the mixture is not known without them: leave --dry-run out once, and the scores are kept",
             )
         if kept is not None:
-            self.reporter.noted(f"--fit: scores of {len(kept.kl)} units from {target.path}")
+            self.reporter.on_note(f"--fit: scores of {len(kept.kl)} units from {target.path}")
             return kept
 
-        self.reporter.noted(
+        self.reporter.on_note(
             f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}"
         )
         mixtures, changes = self._variants
         checkpoint = self._checkpoint(target.path, self._conditions)
         if checkpoint is not None and checkpoint.saved is not None:
-            self.reporter.noted("--fit: an earlier run is continued")
+            self.reporter.on_note("--fit: an earlier run is continued")
 
         measured = self._measure(corpus, mixtures, changes, checkpoint)
         if measured.unused:
-            self.reporter.noted(f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens")
+            self.reporter.on_note(f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens")
 
         scores = scores_of(self.menu.units, mixtures, changes, measured)
         target.write(scores_json(scores, self.menu.units, self._conditions))
-        self.reporter.noted(f"--fit: wrote {target.path}")
+        self.reporter.on_note(f"--fit: wrote {target.path}")
         if checkpoint is not None:
             checkpoint.remove()
         return scores
@@ -241,7 +241,7 @@ class Session:
                 loops(fast),
                 changes=changes,
                 scratch=scratch,
-                progress=self.reporter.progressed,
+                progress=self.reporter.on_progress,
                 checkpoint=checkpoint,
             )
 

@@ -18,19 +18,13 @@ from urllib.parse import quote, unquote
 
 import yaml
 
-from ..evaluation.types import CHANGED, CLOSE, ENOUGH_TEXTS, SIMILAR, kl_text
+from ..evaluation import types
 from ..files.cards import (
     COMMANDS,
     CONTEXT,
-    EVALUATION_HEADING,
-    KEPT_CODES,
     MADE_HEADING,
     POOLING,
-    QUANTIZED,
-    QUANTIZED_FROM,
-    ROUNDED_BY_GPTQ,
     SOURCE_HEADING,
-    WEIGHTS_OF,
     serve_argument,
     shell_word,
     source_commit,
@@ -50,13 +44,11 @@ from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import gigabytes, join_lines, markdown, shorten
+from .cells import fill_template, gigabytes, list_first, markdown, optional, shorten, terminal
 from .words import task_summary, texts_origin, verdict_meaning
 
 # Names that are safe in a Markdown link.
 _SAFE = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-# Rows of the card are bytes of an output, which stay as they are.
-WEIGHED = "searched for by what goes into each column of {} layers"
 
 
 def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
@@ -73,48 +65,58 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     Returns:
         The text of README.md, with YAML metadata.
     """
-    kept, metadata, _ = split_card(base or "")
+    base = base or ""
+    kept, metadata, _ = split_card(base)
+    entries = _metadata(plan, repo, metadata)
+    printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
+    front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
 
-    tags = metadata.get("tags", [])
+    # Only a plain name is put into links.
+    linked = repo
+    if repo and not _SAFE.fullmatch(repo):
+        linked = None
+    card = f"---\n{front}---\n\n{_own_part(plan, name, linked, revision, directory)}"
+
+    text = source_section(source_text(base), 3, linked, revision, plan.files)
+    if text:
+        card += f"\n{SOURCE_HEADING}\n\n{text}\n"
+    return card
+
+
+# Tags of a quantized source, which do not describe the output.
+_QUANTIZED_TAG = re.compile(r"fp8|mxfp|nvfp|int[2-8]|w[2-8]a|quantized|compressed-tensors|[2-8]-bit")
+
+
+def _metadata(plan: Plan, repo: str | None, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a card's metadata say of the output itself, given those of the source's card."""
+    schemes = plan.decisions.schemes
     entries: dict[str, Any] = {}
     if repo is not None:
         entries["base_model"] = repo
         if plan.quantization_config:
             entries["base_model_relation"] = "quantized"
 
-    # The library that loads it: transformers computes nonsense with per-tensor outputs.
-    entries["library_name"] = "vllm" if plan.quantization_config else "transformers"
-    pipeline_tag = metadata.get("pipeline_tag")
-    entries["pipeline_tag"] = pipeline_tag if pipeline_tag and isinstance(pipeline_tag, str) else _task(plan.model)
-
     # YAML entries without a value are None.
-    source_tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
+    tags = source.get("tags", [])
+    if isinstance(tags, str):
+        tags = [tags]
+    tags = [tag for tag in tags if tag and isinstance(tag, str) and not _QUANTIZED_TAG.match(tag)]
 
-    # Users search for compressed-tensors directories by that tag.
-    package = required_package(plan)
-
-    # Tags of a quantized source do not describe the output.
-    source_tags = [
-        tag
-        for tag in source_tags
-        if not re.match(r"fp8|mxfp|nvfp|int[2-8]|w[2-8]a|quantized|compressed-tensors|[2-8]-bit", tag)
-    ]
-
-    entries["tags"] = source_tags
+    # The library that loads it: transformers computes nonsense with per-tensor outputs.
+    entries["library_name"] = "transformers"
     if plan.quantization_config:
-        schemes = [scheme.tag for scheme in plan.decisions.schemes]
-        numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
-        entries["tags"] += [*numbers, "vllm", "quantized", *([package] if package else []), *schemes]
-    entries["tags"] = list(dict.fromkeys(entries["tags"]))
+        entries["library_name"] = "vllm"
+        tags += [scheme.format.number.title.lower() for scheme in schemes]
+        # Users search for compressed-tensors directories by that tag.
+        tags += filter(None, ["vllm", "quantized", required_package(plan)])
+        tags += [scheme.tag for scheme in schemes]
 
-    printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
-    front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
-    where = repo if repo and _SAFE.fullmatch(repo) else None
-    lines = _own_part(plan, name, where, revision, directory)
-    text = source_section(source_text(base or ""), 3, where, revision, plan.files)
-
-    # join_lines escapes newlines in values.
-    return f"---\n{front}---\n\n{join_lines(lines)}" + (f"\n{SOURCE_HEADING}\n\n{text}\n" if text else "")
+    task = source.get("pipeline_tag")
+    if not task or not isinstance(task, str):
+        task = _task(plan.model)
+    entries["pipeline_tag"] = task
+    entries["tags"] = list(dict.fromkeys(tags))
+    return entries
 
 
 def _task(model: Architecture) -> str:
@@ -123,7 +125,9 @@ def _task(model: Architecture) -> str:
         return "text-classification"
     if not model.has_head:
         return "feature-extraction"
-    return "image-text-to-text" if model.text_config else "text-generation"
+    if model.text_config:
+        return "image-text-to-text"
+    return "text-generation"
 
 
 def with_notes(card: str, notes: Sequence[str]) -> str:
@@ -157,97 +161,54 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     Returns:
         The text of the new README.md.
     """
-    shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
-    lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _evaluation_rows(evaluation)]
-
-    few = " So few texts say little about others." if evaluation["text"]["documents"] < ENOUGH_TEXTS else ""
-    lines += [
-        "",
-        "KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as "
-        f"near as bfloat16's own noise, `close` up to {CLOSE} nats, `similar` up to {SIMILAR}, `changed` up to "
-        f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
-        "",
-    ]
-
-    answered = answers(evaluation)
-    if answered:
-        lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
-        lines += ["", "</details>", ""]
-
     source = evaluation["source"]["name"]
     commit = source_commit(card, source)
-    source = f"{source}@{commit}" if commit else source
-    install = f"pip install {DISTRIBUTION}"
-    lines += [
-        f"To check and to measure it (`{install}`):",
-        "",
-        "```",
-        f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full",
-        _eval_command(repo, source, evaluation),
-        "```",
-        "",
-    ]
+    if commit:
+        source = f"{source}@{commit}"
 
-    return with_evaluation(card, join_lines(lines))
+    figures = _fill(
+        "evaluation.jinja",
+        evaluation=evaluation,
+        picture=picture,
+        answer=next(iter(answers(evaluation)), None),
+        repo=repo,
+        source=source,
+        limits=types,
+        kl_text=types.kl_text,
+        verdict_meaning=verdict_meaning,
+        task_summary=task_summary,
+        difference_text=difference_text,
+        distribution=DISTRIBUTION,
+    )
+    return with_evaluation(card, figures)
 
 
-def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The table of an evaluation: name and value of each row."""
-    kl = evaluation["kl"]
-    floor = evaluation["floor"]
-    perplexity = evaluation["perplexity"]
+def _fill(name: str, **values: Any) -> str:
+    """Fill a template. What a terminal obeys in a value is escaped, newlines too."""
+    filters = {
+        "markdown": markdown,
+        "literal": _literal,
+        "shell_word": shell_word,
+        "size": gigabytes,
+        "percent": percent,
+        "interval": _interval,
+        "texts_from": _texts_from,
+        "size_and_origin": _size_and_origin,
+        "excerpt": lambda text: markdown(shorten(text, _TEXT_LENGTH)),
+        "sentence": lambda text: f"{text[0].upper()}{text[1:]}.",
+        "hardware": _hardware,
+        "bar": _bar,
+    }
+    return fill_template(name, values, filters, trim_blocks=True, finalize=lambda value: terminal(str(value)))
 
-    mean = kl_text(kl["mean"], floor["kl"])
-    text = evaluation["text"]
 
-    rows = [
-        ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
-        ("mean KL to the source", f"{mean} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})"),
-        (
-            "same most probable token",
-            f"{percent(evaluation['top1'])} (with bfloat16's own noise {percent(floor['top1'])})",
-        ),
-        (
-            "perplexity",
-            f"{perplexity['source']:.4g} -> {perplexity['output']:.4g}, "
-            f"times {perplexity['ratio']:.4f}{_interval(perplexity['interval'], '.4f')}",
-        ),
-        *([("accuracy on tasks", task_summary(evaluation["tasks"]))] if "tasks" in evaluation else []),
-        (
-            "measured on",
-            f"{text['positions']:,} tokens of {text['documents']:,} texts{_texts_from(text)}, "
-            f"SHA-256 of the tokens {markdown(text['sha256'][:12])}",
-        ),
-    ]
-    suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
-    if suspects:
-        rows.append(("suspect layers", suspects))
-    return rows
+# Characters of each text in a card.
+_TEXT_LENGTH = 400
 
 
 def _texts_from(text: Mapping[str, Any]) -> str:
     """Say where texts come from: " (prose.txt, code.jsonl)"; "" if that is not known."""
-    origin = texts_origin(text)
-    return f" ({markdown(origin)})" if origin else ""
-
-
-# Characters of each text in a card, and suspect layers that it names.
-_TEXT_LENGTH = 400
-_SUSPECTS = 5
-
-
-def _answer_table(text: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown table of a prompt and both answers."""
-    cells = [(name, markdown(shorten(text[name], _TEXT_LENGTH))) for name in SIDES]
-    difference = difference_text(text)
-    return [
-        "| | |",
-        "|---|---|",
-        *[f"| {name} | {cell} |" for name, cell in cells],
-        "",
-        f"{difference[0].upper()}{difference[1:]}.",
-    ]
+    return optional(" ({})", markdown(texts_origin(text)))
 
 
 # Keys of eval.json's `texts` in the order in which they are shown.
@@ -270,23 +231,9 @@ def difference_text(text: Mapping[str, Any]) -> str:
         text: one of `answers`. `differs_at` is the index of the first token that differs, None if all are equal.
     """
     at = text["differs_at"]
-    return "both answer alike" if at is None else f"they differ from token {at + 1} on"
-
-
-def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
-    """Return the command that repeats an evaluation, on one line."""
-    text = evaluation["text"]
-    tasks = evaluation.get("tasks")
-    words = [("openquant eval", repo), ("--source", source)]
-    words += [("--text", name) for name in text.get("files", ())]
-    words += [("--dataset", text["dataset"])] if text.get("dataset") else []
-    words += [("--tasks", name) for name in tasks["named"]] if tasks else []
-    words += [("--limit", str(tasks["limit"]))] if tasks and tasks["limit"] is not None else []
-    words += [("--samples", str(text["documents"])), ("--length", str(text["length"]))]
-    command = [f"{flag} {shell_word(value)}" for flag, value in words]
-    # The card shows no answers then, and they can take longer than all else.
-    command += [] if answers(evaluation) else ["--no-prompts"]
-    return " ".join(command)
+    if at is None:
+        return "both answer alike"
+    return f"they differ from token {at + 1} on"
 
 
 def percent(share: float) -> str:
@@ -299,7 +246,7 @@ def percent(share: float) -> str:
 
 
 def _interval(interval: Sequence[float] | None, format_spec: str = ".3g") -> str:
-    return f" [{', '.join(format(edge, format_spec) for edge in interval)}]" if interval else ""
+    return optional(" [{}]", ", ".join(format(edge, format_spec) for edge in interval or ()))
 
 
 def unquantized_lines(plan: Plan) -> list[str]:
@@ -331,11 +278,14 @@ def _join_shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
     parts = [re.findall(r"(?:\{[^}]*\}|[^.{])+", name) for name in names]
     common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*parts, strict=False))]
     towers = dict.fromkeys(re.findall(r"^(?:model\.)?[^.]+", name)[0] for name in names)
-    for above in ([".".join(common)] if common else [], list(towers)):
+    candidates = [list(towers)]
+    if common:
+        candidates.insert(0, [".".join(common)])
+    for above in candidates:
         below = tuple(f"{name}." for name in above)
         if 0 < len(above) <= _NAMES and not any(module.startswith(below) for module in quantized):
             return f"layers of {_join_names(above)}"
-    return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
+    return list_first(names, _NAMES)
 
 
 def engines_that_read(plan: Plan) -> str:
@@ -352,7 +302,9 @@ def engines_that_read(plan: Plan) -> str:
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
     loaded, text = _transformers(plan)
-    return f"{engines}; {text}." if loaded else f"{engines}. {text}."
+    if loaded:
+        return f"{engines}; {text}."
+    return f"{engines}. {text}."
 
 
 def _transformers(plan: Plan) -> tuple[bool, str]:
@@ -368,8 +320,7 @@ def _transformers(plan: Plan) -> tuple[bool, str]:
         problem = "does not find all of its weights under these names"
     if problem is not None:
         return False, f"Do not load it with transformers, which {problem}"
-    package = required_package(plan)
-    return True, f"transformers loads it too{f', with {package} installed' if package else ''}"
+    return True, f"transformers loads it too{optional(', with {} installed', required_package(plan))}"
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
@@ -385,18 +336,20 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    flags = {engine: "" if plan.model.has_head else f" {option}" for engine, option in POOLING.items()}
+    flags = dict.fromkeys(POOLING, "")
+    if not plan.model.has_head:
+        flags = {engine: f" {option}" for engine, option in POOLING.items()}
     if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8":
         flags["vLLM"] += f" {FLAG}"
     context = _context(plan)
-    return [
-        *(f"pip install {package}" for package in _packages(plan)),
-        *(
-            f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags[engine]}"
-            + ("" if context is None else f" {CONTEXT[engine]} {context}")
-            for engine in summary.engines(plan)
-        ),
-    ]
+
+    lines = [f"pip install {package}" for package in _packages(plan)]
+    for engine in summary.engines(plan):
+        command = f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags[engine]}"
+        if context is not None:
+            command += f" {CONTEXT[engine]} {context}"
+        lines.append(command)
+    return lines
 
 
 def _packages(plan: Plan) -> list[str]:
@@ -414,7 +367,9 @@ def _context(plan: Plan) -> int | None:
         return None
     context = int(found["context"])
     longest = serving[1].cache.length
-    return context if longest is None or context < longest else None
+    if longest is not None and context >= longest:
+        return None
+    return context
 
 
 # Widest bar in a card, in characters, and characters that are an eighth of one to seven eighths wide.
@@ -422,44 +377,36 @@ _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 
 
-def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
-    """Draw size and KL of what `--fit` chose from: a line with a bar for each, the smallest output first."""
-    # The sizes are compared without GPTQ, after which this output is closer to its source.
-    this = "this output before GPTQ" if is_gptq else "this output"
-    most = max(point["kl"] for point in found["points"]) or 1.0
-    lines = ["## Other sizes", "", "| | bits | size | KL, nats | |", "|---|---|---|---|---|"]
-    for point in found["points"]:
-        name = f"**{markdown(point['name'])}, {this}**" if point["written"] else markdown(point["name"])
-        kl = f"{point['kl']:.3g}{_interval(point['interval'])}" if point["measured"] else f"about {point['kl']:.2g}"
-        eighths = round(8 * _BAR * point["kl"] / most)
-        bar = "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-        lines.append(f"| {name} | {point['bits']:.2f} | {gigabytes(point['bytes'])} | {kl} | {bar} |")
-    texts = found["texts"].partition(":")[0]
-    on = ""
-    if any(point["measured"] for point in found["points"]):
-        on = f" Measured on {texts}, SHA-256 of the tokens {found['texts_sha256'][:12]}."
-    return [*lines, "", f'Weights rounded to nearest. "About": estimated from scores of single layers.{on}', ""]
+def _bar(kl: float, points: Sequence[Mapping[str, Any]]) -> str:
+    """Draw a KL divergence as a bar, beside the largest of all points."""
+    most = max(point["kl"] for point in points) or 1.0
+    eighths = round(8 * _BAR * kl / most)
+    return "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def _computed_on(plan: Plan) -> dict[str, dict[str, list[str]]]:
     """Return `arithmetic_on` of each engine that loads an output; empty if nothing is quantized."""
     kinds = [(weight.module, scheme.name) for weight, scheme in plan.decisions.kinds if not is_embedding(weight.module)]
     layers = dict.fromkeys((name, bool(plan.entry.experts(module))) for module, name in kinds)
-    return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)} if layers else {}
+    if not layers:
+        return {}
+    return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)}
 
 
-def _item(line: str) -> str:
-    """Return an item of a list; patterns in it, such as "**.o_proj", are no emphasis."""
-    return f"- {re.sub(r'[*<`[]', lambda match: chr(92) + match[0], line)}"
+def _literal(line: str) -> str:
+    """Return a line of Markdown; patterns in it, such as "**.o_proj", are no emphasis."""
+    return re.sub(r"[*<`[]", lambda match: chr(92) + match[0], line)
 
 
 def _title(name: str) -> str:
     """Return a name as one line of Markdown without HTML."""
-    return name if _SAFE.fullmatch(name) else markdown(" ".join(name.split()))
+    if _SAFE.fullmatch(name):
+        return name
+    return markdown(" ".join(name.split()))
 
 
 def _join_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _range(names: Sequence[str]) -> str:
@@ -467,59 +414,34 @@ def _range(names: Sequence[str]) -> str:
     order = list(GENERATIONS)
     first = order.index(names[0])
     last = order.index(names[-1])
-    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _join_names(names)
+    if len(names) == last - first + 1 > 3:
+        return f"{names[0]} to {names[-1]}"
+    return _join_names(names)
 
 
 def _devices(names: Sequence[str]) -> str:
     """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
-    others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
-    return _join_names([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+    shown = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
+    if nvidia:
+        shown.insert(0, f"NVIDIA {_range(nvidia)}")
+    return _join_names(shown)
 
 
 def _hardware(places: Mapping[str, list[str]]) -> str:
     """Say where an engine computes: "in FP8 on NVIDIA Ada, Hopper and Blackwell and AMD MI300, emulated on CPUs"."""
     parts = []
     for numbers, names in places.items():
-        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {_devices(names)}")
+        part = f"{numbers} on {_devices(names)}"
+        if not numbers.startswith("emulated"):
+            part = f"in {part}"
+        parts.append(part)
     return "; ".join(parts)
 
 
-def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, list[str]]]) -> str:
-    """Say in a sentence what an output is."""
-    if not plan.quantization_config:
-        what = ", its weights decoded to bfloat16"
-    elif plan.scheme is None:
-        what = " with its weights as they are and scales for an FP8 KV cache"
-    else:
-        rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
-        what = f" with {summary.numbers(plan)} weights"
-        if rounded == {True}:
-            what += " and activations"
-        elif True not in rounded:
-            what += "; activations stay in 16 bits"
-
-    on: dict[str, list[str]] = {}
-    for engine, places in computed.items():
-        if names := [name for name in HARDWARE if any(name in names for names in places.values())]:
-            on.setdefault(_devices(names), []).append(engine)
-    # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
-
-    served = ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in on.items())
-    served = f" For {served}." if served else ""
-
-    before = gigabytes(summary.source_bytes(plan))
-    after = gigabytes(summary.output_bytes(plan))
-    return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
-
-
-def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> list[str]:
-    """Return the lines of a card before the source's text."""
-    settings = plan.quantization_config
-    transforms = plan.options.transforms
+def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
+    """Return the text of a card before the source's."""
     computed = _computed_on(plan)
-    calibration = plan.options.calibration
-    has_use = transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
 
     origin = commit = _title(name)
     if repo:
@@ -527,55 +449,45 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         if revision and _SAFE.fullmatch(revision):
             commit = f"[{repo}](https://huggingface.co/{repo}/tree/{revision}) at `{revision[:12]}`"
 
-    # If the source is quantized, quantizing the unquantized model does not give the same bytes.
-    commit += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
+    return _fill(
+        "card.jinja",
+        plan=plan,
+        summary=summary,
+        title=_title(directory),
+        origin=origin,
+        commit=commit,
+        settings=plan.quantization_config,
+        rounded={scheme.rounds_activations for scheme in plan.decisions.schemes},
+        served=_name_engines(computed),
+        before=gigabytes(summary.source_bytes(plan)),
+        after=gigabytes(summary.output_bytes(plan)),
+        commands=serve_commands(plan, directory),
+        computed=computed,
+        versions=CITED,
+        sglang=SGLANG,
+        sglang_refusal=sglang_refusal(plan.entry, plan.decisions),
+        transformers=_transformers(plan)[1],
+        engines_that_read=engines_that_read,
+        notes=[note for note in plan.source_notes if not note.startswith(NOT_CHECKED)],
+        gptq=plan.options.gptq,
+        transforms=plan.options.transforms,
+        calibration=plan.options.calibration,
+        has_cache=has_fp8_cache(plan),
+        unquantized_lines=unquantized_lines,
+        version=__version__,
+        command=_made_with(plan, repo or name, repo and revision),
+        frontier=plan.provenance.frontier,
+    )
 
-    activations = plan.scheme.activations if plan.scheme else ""
-    serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
-    cache = f"FP8, one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
 
-    engines = [f"- {engine} {CITED[engine]}: {_hardware(places)}" for engine, places in computed.items() if places]
-    if engines:
-        unread = sglang_refusal(plan.entry, plan.decisions)
-        engines += [f"- {SGLANG} does not load it: {unread.why}"] if unread is not None else []
-        engines = ["Where it runs, by the source code of these versions:", "", *engines, f"- {_transformers(plan)[1]}"]
-
-    unquantized = ["Not quantized:", "", "- norms and biases", *map(_item, unquantized_lines(plan)), ""]
-    command = _made_with(plan, repo or name, revision if repo else None)
-
-    return [
-        f"# {_title(directory)}",
-        "",
-        _what_it_is(plan, origin, computed),
-        "",
-        "## Use",
-        "",
-        "```",
-        *serve_commands(plan, directory),
-        "```",
-        "",
-        *(engines or [engines_that_read(plan)]),
-        "",
-        *(line for note in plan.source_notes if not note.startswith(NOT_CHECKED) for line in (_note(note), "")),
-        MADE_HEADING,
-        "",
-        "| | |",
-        "|---|---|",
-        f"| {QUANTIZED_FROM if plan.scheme else WEIGHTS_OF} | {commit} |",
-        f"| format | {summary.description(plan)}{serialized} |",
-        *([f"| rounded by | {ROUNDED_BY_GPTQ}, {_size_and_origin(plan.options.gptq)} |"] if plan.options.gptq else []),
-        *([f"| codes | {KEPT_CODES} |"] if plan.decisions.keeps else []),
-        *([f"| KV cache | {cache} |"] if has_fp8_cache(plan) else []),
-        *([f"| folded | {transforms.title} |"] if transforms and transforms.title else []),
-        *([f"| scales | {WEIGHED.format(transforms.weighed)} |"] if transforms and transforms.weighed else []),
-        *([f"| calibrated on | {_size_and_origin(calibration.texts)} |"] if calibration and has_use else []),
-        "",
-        *(unquantized if plan.scheme else []),
-        f"Made with openquant {__version__}{':' if command else '.'}",
-        "",
-        *(["```", command, "```", ""] if command else []),
-        *(_frontier(plan.provenance.frontier, plan.options.gptq is not None) if plan.provenance.frontier else []),
-    ]
+def _name_engines(computed: Mapping[str, Mapping[str, list[str]]]) -> str:
+    """Say which engines run an output where: "vLLM on NVIDIA Turing and CPUs, and SGLang on NVIDIA Ampere"."""
+    engines_by_devices: dict[str, list[str]] = {}
+    for engine, places in computed.items():
+        names = [name for name in HARDWARE if any(name in names for names in places.values())]
+        if names:
+            engines_by_devices.setdefault(_devices(names), []).append(engine)
+    return ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in engines_by_devices.items())
 
 
 def _size_and_origin(texts: Mapping[str, Any]) -> str:
@@ -585,11 +497,13 @@ def _size_and_origin(texts: Mapping[str, Any]) -> str:
 
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     """Return the command that made an output, without paths of the machine; None if the plan has no recipe."""
-    at = f" --revision {shell_word(revision)}" if revision else ""
+    source = serve_argument(model, revision)
     if not plan.quantization_config:
-        return f"openquant dequantize {shell_word(model)}{at}"
+        return f"openquant dequantize {source}"
     recipe = plan.provenance.recipe
-    return f"openquant compress -m {shell_word(model)}{at} {recipe_command(recipe['options'])}" if recipe else None
+    if not recipe:
+        return None
+    return f"openquant compress -m {source} {recipe_command(recipe['options'])}"
 
 
 # Markers of quotes and list items before a heading.
@@ -651,9 +565,16 @@ def source_section(text: str, level: int, repo: str | None, revision: str | None
     down = max(0, level - min(levels, default=level))
 
     def link(target: str) -> str:
-        return target if repo is None else _in_repository(target, repo, revision, files)
+        if repo is None:
+            return target
+        return _in_repository(target, repo, revision, files)
 
-    return "\n".join(line if is_code else _rewrite_links(_lower_headings(line, down), link) for line, is_code in lines)
+    written = []
+    for line, is_code in lines:
+        if not is_code:
+            line = _rewrite_links(_lower_headings(line, down), link)
+        written.append(line)
+    return "\n".join(written)
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:
@@ -665,13 +586,15 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
     top = True
     html = False
     for line in text.split("\n"):
-        opening = None if fence or raw or html else _FENCE.match(line)
+        opening = None
         if not (fence or raw or html):
+            opening = _FENCE.match(line)
             raw = next((end for start, end in _RAW if start.match(line)), None)
-        underline = None if fence or raw or opening else _UNDERLINE.match(line)
+        underline = not (fence or raw or opening) and _UNDERLINE.match(line)
 
         if underline and paragraph and (top or "=" in underline[1]):
-            yield f"{'#' if '=' in underline[1] else '##'} {' '.join(map(str.strip, paragraph))}", False
+            level = "#" if "=" in underline[1] else "##"
+            yield f"{level} {' '.join(map(str.strip, paragraph))}", False
             paragraph = []
             top = True
             continue
@@ -702,14 +625,14 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _levels(line: str) -> list[int]:
-    heading = _HEADING.match(line)
-    return [*([len(heading[2])] if heading else []), *(int(found[2]) for found in _HTML_HEADING.finditer(line))]
+    levels = [len(heading[2]) for heading in _HEADING.finditer(line)]
+    return levels + [int(found[2]) for found in _HTML_HEADING.finditer(line)]
 
 
 def _lower_headings(line: str, down: int) -> str:
     """Return a line with its headings that many levels lower; 6 is the lowest."""
     line = _HTML_HEADING.sub(lambda match: f"{match[1]}{min(6, int(match[2]) + down)}", line)
-    return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1) if down else line
+    return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1)
 
 
 def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
@@ -724,12 +647,13 @@ def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
 
 def _in_repository(target: str, repo: str, revision: str | None, files: Container[str]) -> str:
     """Return the address of what a relative target names: "https://huggingface.co/org/name/blob/main/LICENSE"."""
-    mark = re.search(r"[?#]", target)
-    path = target[: mark.start()] if mark else target
+    path = re.split(r"[?#]", target, maxsplit=1)[0]
     name = posixpath.normpath(unquote(path))
     if not path or _ABSOLUTE.match(target) or name in files or name.startswith(".."):
         return target
-    kind = "tree" if path.endswith("/") else "blob"
+    kind = "blob"
+    if path.endswith("/"):
+        kind = "tree"
     if name.lower().endswith(_MEDIA):
         kind = "resolve"
     where = f"https://huggingface.co/{repo}/{kind}/{quote(revision or 'main', safe='')}"

@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 # Columns below a row that is too long for one line begin so far to the right.
 _BENEATH = 6
@@ -27,8 +29,57 @@ def gigabytes(nbytes: int) -> str:
     """
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
+            figures = ",.0f" if nbytes >= 1000 * size else ".3g"
+            return f"{nbytes / size:{figures}} {unit}"
     return f"{nbytes} B"
+
+
+def fill_template(name: str, values: Mapping[str, Any], filters: Mapping[str, Any], **settings: Any) -> str:
+    """Fill a template of this room.
+
+    Args:
+        name: name of its file.
+        values: the variables of the template.
+        filters: filters that the template uses.
+        settings: more settings of jinja's environment.
+    """
+    # Only here: it takes 50 ms to import, and the page in the browser has none.
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, **settings)
+    environment.filters.update(filters)
+    return environment.from_string(read_part(name)).render(values)
+
+
+def read_part(name: str) -> str:
+    """Read a file that lies beside the modules of this room."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+# What a cell says where nothing is known or nothing fits.
+NOTHING = "-"
+
+
+def or_dash(form: str, value: object) -> str:
+    """Format a value, such as with "{:.2f}"; "-" if it is None."""
+    if value is None:
+        return NOTHING
+    return form.format(value)
+
+
+def optional(form: str, value: object) -> str:
+    """Format a value that may be missing: optional(" ({})", "Ampere") is " (Ampere)", and "" without a value."""
+    if not value:
+        return ""
+    return form.format(value)
+
+
+def list_first(names: Sequence[str], most: int, rest: str = "more") -> str:
+    """List the first names, and count the others: "a, b and 3 more"."""
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f" and {len(names) - most} {rest}"
+    return listed
 
 
 def spoken(seconds: float) -> str:
@@ -37,7 +88,9 @@ def spoken(seconds: float) -> str:
         return "1 second"
     if seconds < 90:
         return f"{round(seconds)} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 def per_cent(part: int, whole: int) -> str:
@@ -47,7 +100,9 @@ def per_cent(part: int, whole: int) -> str:
         part: number of bytes, or of other things.
         whole: number of all of them.
     """
-    return f"{100 * part / whole:.3g} %" if whole else "-"
+    if not whole:
+        return NOTHING
+    return f"{100 * part / whole:.3g} %"
 
 
 def shorten(text: str, most: int) -> str:
@@ -57,18 +112,24 @@ def shorten(text: str, most: int) -> str:
         text: any text.
         most: number of characters to keep, without the dots.
     """
-    return text if len(text) <= most else f"{text[:most]}..."
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}..."
 
 
-def short(count: int) -> str:
-    """Format a count, rounded down: "831", "16k", "1.2M".
+def short(count: int | None) -> str:
+    """Format a count, rounded down: "831", "16k", "1.2M"; "-" for None.
 
     Args:
         count: a number of things, 0 or more; k is 1000.
     """
+    if count is None:
+        return NOTHING
     for unit, size in (("M", 10**6), ("k", 1000)):
+        if count >= 10 * size:
+            return f"{count // size}{unit}"
         if count >= size:
-            return f"{count // size}{unit}" if count >= 10 * size else f"{count * 10 // size / 10:g}{unit}"
+            return f"{count * 10 // size / 10:g}{unit}"
     return str(count)
 
 
@@ -111,9 +172,13 @@ def table(
         rows = [row[:last] for row in rows]
     blocks = _blocks(rows, left, width, keys)
     for lines, remark in zip(blocks[-1], remarks, strict=True):
-        lines += _wrap(" " * _BENEATH + remark, width, 0) if remark else []
-    parted = [[line for lines in block for line in lines] for block in blocks]
-    return [line for number, block in enumerate(parted) for line in ([""] if number else []) + block]
+        if remark:
+            lines += _wrap(" " * _BENEATH + remark, width, 0)
+
+    shown = [line for lines in blocks[0] for line in lines]
+    for block in blocks[1:]:
+        shown += ["", *(line for lines in block for line in lines)]
+    return shown
 
 
 def _wrap(text: str, width: int | None, hang: int = 2) -> list[str]:
@@ -142,61 +207,64 @@ def _span(widths: Sequence[int]) -> int:
 def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | None, keys: int) -> list[list[list[str]]]:
     """Lay a table out as one block or more, below each other: the lines of each row, for each block."""
     longest = _longest(rows)
-
     if width is None:
         return [[_row(row, longest, left) for row in rows]]
 
-    least = [
-        max(map(_longest_word, column))
-        if number in left and number >= keys
-        else max(_longest_word(column[0]), *map(len, column[1:]), 0)
-        for number, column in enumerate(zip(*rows, strict=True))
-    ]
-    if len(least) - 1 in left:
-        # Behind a long word of the last column there is nothing to align.
-        least[-1] = min(least[-1], width // 3)
-
+    least = _least_widths(rows, left, width, keys)
     narrowed = _narrow_columns(longest, least, width)
     if _span(narrowed) <= width:
         return [[_row(row, narrowed, left) for row in rows]]
 
-    key = range(keys)
+    # The first columns stand beside the others, or above them if they take more than half of a line.
     beneath = _span(narrowed[:keys]) > width // 2
-    room = width - (_BENEATH if beneath else _span(narrowed[:keys]) + 2)
-
-    parts: list[list[int]] = [[]]
-    for column in range(keys, len(longest)):
-        if parts[-1] and _span([least[other] for other in (*parts[-1], column)]) > room:
-            parts.append([])
-        parts[-1].append(column)
+    room = width - _span(narrowed[:keys]) - 2
+    if beneath:
+        room = width - _BENEATH
 
     blocks = []
-    for part in parts:
+    for part in _divide_columns(least, room, keys):
         widths = _narrow_columns([longest[column] for column in part], [least[column] for column in part], room)
-        in_part = {number for number, column in enumerate(part) if column in left}
 
-        if beneath:
-            heads = _narrow_columns(longest[:keys], least[:keys], width)
-            block = [
-                [
-                    *_row(row[:keys], heads, left),
-                    *(
-                        " " * _BENEATH + line
-                        for line in _row([row[column] for column in part], widths, in_part)
-                        if line
-                    ),
-                ]
-                for row in rows
-            ]
-        else:
-            shown = {*(column for column in key if column in left), *(number + keys for number in in_part)}
-            block = [
-                _row([row[column] for column in (*key, *part)], [*narrowed[:keys], *widths], shown) for row in rows
-            ]
+        if not beneath:
+            columns = [*range(keys), *part]
+            in_block = {at for at, column in enumerate(columns) if column in left}
+            all_widths = [*narrowed[:keys], *widths]
+            blocks.append([_row([row[column] for column in columns], all_widths, in_block) for row in rows])
+            continue
 
+        heads = _narrow_columns(longest[:keys], least[:keys], width)
+        in_part = {at for at, column in enumerate(part) if column in left}
+        block = []
+        for row in rows:
+            below = _row([row[column] for column in part], widths, in_part)
+            block.append([*_row(row[:keys], heads, left), *(" " * _BENEATH + line for line in below if line)])
         blocks.append(block)
 
     return blocks
+
+
+def _least_widths(rows: Sequence[Sequence[str]], left: Container[int], width: int, keys: int) -> list[int]:
+    """Return the least width of each column: of its longest word, or of its longest figure."""
+    least = []
+    for number, (heading, *cells) in enumerate(zip(*rows, strict=True)):
+        is_text = number in left and number >= keys
+        widths = map(_longest_word if is_text else len, cells)
+        least.append(max(_longest_word(heading), *widths, 0))
+
+    if len(least) - 1 in left:
+        # Behind a long word of the last column there is nothing to align.
+        least[-1] = min(least[-1], width // 3)
+    return least
+
+
+def _divide_columns(least: Sequence[int], room: int, keys: int) -> list[list[int]]:
+    """Divide the columns behind the first ones into parts that fit beside or below these."""
+    parts: list[list[int]] = [[]]
+    for column in range(keys, len(least)):
+        if parts[-1] and _span([least[other] for other in (*parts[-1], column)]) > room:
+            parts.append([])
+        parts[-1].append(column)
+    return parts
 
 
 def _longest_word(text: str) -> int:
@@ -250,7 +318,9 @@ def terminal(text: str, kept: str = "") -> str:
 
     def replacement(match: re.Match[str]) -> str:
         character = match[0]
-        return character if _is_visible(character) or character in kept else _escape(character)
+        if _is_visible(character) or character in kept:
+            return character
+        return character.encode("unicode_escape").decode("ascii")
 
     return _UNCOMMON.sub(replacement, text)
 
@@ -281,10 +351,6 @@ def markdown(text: str) -> str:
 
 def _is_visible(character: str) -> bool:
     return character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs"
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def _markdown_line(line: str) -> str:

@@ -22,8 +22,17 @@ from ..evaluation.types import kl_text
 from ..files.evaluation import evaluation_digest
 from ..version import __version__
 from .cells import gigabytes, per_cent
-from .charts import OUTPUT, STYLE, chart_name, draw_distribution, draw_svg, quiet_fonts
-from .comparison import by_kl, draw_comparison, names_in_picture
+from .charts import (
+    OUTPUT,
+    STYLE,
+    by_kl,
+    chart_name,
+    draw_comparison,
+    draw_distribution,
+    draw_svg,
+    names_in_picture,
+    quiet_fonts,
+)
 from .words import recovery_text, texts_origin
 
 if TYPE_CHECKING:

@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from ..diagnosis.result import BROKEN, activations
 from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
-from .cells import gigabytes, join_lines, paragraphs, short, table, terminal
+from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
 
-# What a cell says where nothing is known or nothing fits.
-NOTHING = "-"
 _ENGINES = ("vLLM", "SGLang")
 
 
@@ -24,7 +22,7 @@ def fit_text(found: FitTable, width: int | None = None) -> str:
     Returns:
         The text: what the table is for, a row for each scheme, notes, and the command for the best.
     """
-    name = f"{found.model}@{found.revision}" if found.revision else found.model
+    name = f"{found.model}{optional('@{}', found.revision)}"
     lines = [
         *paragraphs([f"{name}: {found.architecture}", fit_caption(found)], width),
         "",
@@ -43,24 +41,27 @@ def fit_notes(found: FitTable) -> list[str]:
     Args:
         found: the result of fit_table().
     """
-    return [
+    notes = [
         f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
         *_unmeasured_lines(found),
         *_rounded_less(found.schemes),
         *_heads(found),
-        *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
-        *(["FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"] if found.cache_in_config else []),
-        *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
-        *_needs(found.schemes),
-        *_refused_lines(found),
     ]
+    if found.quantized_source:
+        notes.append("the model is quantized already: KL is what is lost on top of that")
+    if found.cache_in_config:
+        notes.append("FP8 KV cache: config.json asks for it (docs/how-to/serve.md)")
+    if found.unknown:
+        notes.append(f"the KV cache is not counted: it is not known {terminal(found.unknown)}")
+    return [*notes, *_needs(found.schemes), *_refused_lines(found)]
 
 
 def _unmeasured_lines(found: FitTable) -> list[str]:
     names = [row.scheme for row in found.schemes if row.kl is None]
-    broken = [name for name in BROKEN if name in names]
-    said = f"; {' and '.join(broken)} in groups of 64 broke it (docs/results.md)" if broken else ""
-    return [f"KL -: not measured for this scheme{said}"] if names else []
+    if not names:
+        return []
+    broken = " and ".join(name for name in BROKEN if name in names)
+    return [f"KL -: not measured for this scheme{optional('; {} in groups of 64 broke it (docs/results.md)', broken)}"]
 
 
 def fit_caption(found: FitTable) -> str:
@@ -77,10 +78,10 @@ def _targets(found: FitTable) -> str:
     if len(found.targets) != 1:
         return "the fewest GPUs and the longest sequence that they hold"
     [target] = found.targets
-    hardware = f" ({target.hardware})" if target.hardware else ""
     if target.memory_bytes is None:
         return str(target.name)
-    return f"{target.count} {target.name or 'GPU'} of {gigabytes(target.memory_bytes)}{hardware}"
+    size = gigabytes(target.memory_bytes)
+    return f"{target.count} {target.name or 'GPU'} of {size}{optional(' ({})', target.hardware)}"
 
 
 def fit_rows(found: FitTable) -> list[list[str]]:
@@ -94,25 +95,22 @@ def fit_rows(found: FitTable) -> list[list[str]]:
     several = len(found.targets) > 1
 
     memory = [target for target in found.targets if target.memory_bytes is not None]
-    held = ["GPUs", "longest", "at once"] if memory else []
-    head = ["scheme", "bits", "size", *([_memory(target) for target in memory] if several else held)]
-    rows = [[*head, *(["computes"] if named else []), "engine", "KL"]]
+    head = ["scheme", "bits", "size"]
+    if several:
+        head += [_memory(target) for target in memory]
+    elif memory:
+        head += ["GPUs", "longest", "at once"]
+    if named:
+        head.append("computes")
+    rows = [[*head, "engine", "KL"]]
 
     for row in found.schemes:
-        cells = [_fewest(one) for one in row.holds]
-        if not several:
-            cells = [cell for one in row.holds for cell in _held_cells(one)]
-        rows.append(
-            [
-                row.scheme or "(as it is)",
-                NOTHING if row.bits is None else f"{row.bits:.2f}",
-                gigabytes(row.bytes),
-                *cells,
-                *([_arithmetic(row)] if named else []),
-                _engines(row.engines),
-                _kl(row),
-            ]
-        )
+        cells = [row.scheme or "(as it is)", or_dash("{:.2f}", row.bits), gigabytes(row.bytes)]
+        for one in row.holds:
+            cells += [_fewest(one)] if several else _held_cells(one)
+        if named:
+            cells.append(_arithmetic(row))
+        rows.append([*cells, _engines(row.engines), _kl(row)])
 
     return rows
 
@@ -126,15 +124,13 @@ def _fewest(held: Held) -> str:
     """Say how many GPUs hold it, and the longest sequence: "2: 40k"."""
     if held.gpus is None:
         return NOTHING
-    return str(held.gpus) if held.longest is None else f"{held.gpus}: {short(held.longest)}"
+    if held.longest is None:
+        return str(held.gpus)
+    return f"{held.gpus}: {short(held.longest)}"
 
 
 def _held_cells(held: Held) -> list[str]:
-    return [
-        NOTHING if held.gpus is None else str(held.gpus),
-        NOTHING if held.longest is None else f"{held.longest:,}",
-        NOTHING if held.sequences is None else short(held.sequences),
-    ]
+    return [or_dash("{}", held.gpus), or_dash("{:,}", held.longest), short(held.sequences)]
 
 
 def _arithmetic(row: SchemeFit) -> str:
@@ -145,7 +141,9 @@ def _arithmetic(row: SchemeFit) -> str:
 def _kl(row: SchemeFit) -> str:
     if row.kl is None:
         return NOTHING
-    return "0" if row.scheme is None else f"{row.kl:.4f}"
+    if row.scheme is None:
+        return "0"
+    return f"{row.kl:.4f}"
 
 
 def _engines(engines: tuple[str, ...]) -> str:
@@ -181,7 +179,9 @@ def _rounded_less(rows: Iterable[SchemeFit]) -> list[str]:
         for row in rows
         if row.scheme is not None and row.arithmetic == "16 bits" and activations(SCHEMES[row.scheme]) != "16 bits"
     ]
-    return [f"activations stay in 16 bits on this GPU, so less is lost: {', '.join(names)}"] if names else []
+    if not names:
+        return []
+    return [f"activations stay in 16 bits on this GPU, so less is lost: {', '.join(names)}"]
 
 
 def _refused_lines(found: FitTable) -> list[str]:
@@ -230,8 +230,9 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
 
 def _left_as_it_is(found: FitTable) -> int | None:
     """Tokens that a quantized source leaves room for."""
-    holds = _source(found).holds if found.quantized_source else ()
-    return holds[0].left if holds else None
+    if not found.quantized_source:
+        return None
+    return next((held.left for held in _source(found).holds), None)
 
 
 def _source(found: FitTable) -> SchemeFit:
@@ -287,9 +288,14 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     advice = f"try {', '.join(names)} or more GPUs (--gpu 2x..)"
 
     others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
-    unknown = f"; {', '.join(map(str, others))} would fit, with a KL that is not known" if others else ""
-    needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor do 8 of them hold one"
-    most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
+    unknown = optional("; {} would fit, with a KL that is not known", ", ".join(map(str, others)))
+
+    needs = ", nor do 8 of them hold one"
+    if row is not None:
+        needs = f"; {row.scheme} needs {row.holds[0].gpus}"
+    most_left = ""
+    if most is not None and most.holds[0].left:
+        most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens"
 
     return f"no scheme with a known KL fits {gpus}{most_left}{needs}{unknown}: {advice}"
 
@@ -304,14 +310,14 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
     Returns:
         The text: a row for each mixture and scheme, the smallest first, and the commands that make them.
     """
-    name = f"{found.model}@{found.revision}" if found.revision else found.model
+    name = f"{found.model}{optional('@{}', found.revision)}"
 
-    rows = [
-        ["", "bits", "size", "KL, nats", "95 % interval", "predicted", *(["fits"] if found.limit is not None else [])]
-    ]
+    rows = [["", "bits", "size", "KL, nats", "95 % interval", "predicted"]]
+    if found.limit is not None:
+        rows[0].append("fits")
 
     for point in found.points:
-        interval = "" if point.interval is None else "{:.4f} to {:.4f}".format(*point.interval)
+        interval = " to ".join(f"{edge:.4f}" for edge in point.interval or ())
         cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
         rows.append([*cells, f"{point.predicted:.4f}"])
         if point.fits is not None:
@@ -320,8 +326,9 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
     heading = [
         f"{name}: {found.architecture}",
         f"weights rounded to nearest, on {found.texts}",
-        *([_room(found)] if found.gpu else []),
     ]
+    if found.gpu:
+        heading.append(_room(found))
     predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"
 
     lines = [
@@ -344,8 +351,6 @@ def _room(found: SearchResult) -> str:
 
 def _most(points: Iterable[Point]) -> list[str]:
     """The command for the point that fits and loses least; without GPUs, one for any size."""
-    fitting = [point for point in points if point.fits]
-    if fitting:
-        return ["", f"  {terminal(min(fitting, key=lambda point: point.kl).command)}"]
+    fitting = sorted((point for point in points if point.fits), key=lambda point: point.kl)
     mixed = [point for point in points if point.scheme is None]
-    return ["", f"  {terminal(mixed[0].command)}"] if mixed else []
+    return [line for point in (fitting or mixed)[:1] for line in ("", f"  {terminal(point.command)}")]

@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,8 +29,8 @@ from ..fit.result import SearchResult
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
-from .cells import gigabytes, per_cent, short, shorten, terminal
-from .words import verdict_meaning, words_on_page
+from .cells import fill_template, gigabytes, per_cent, read_part, short, shorten, terminal
+from .words import share_text, verdict_meaning, words_on_page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 # Most texts, and most characters of each.
 MOST_TEXTS = 50
 MOST_LETTERS = 4000
-# Packages of the extra `report`.
-_PACKAGES = ("jinja2", "matplotlib")
 # Marks of pages and pictures that openquant wrote, which are in their first bytes.
 _BEGINNING = 1024
 _GENERATOR = b'<meta name="generator" content="openquant '
@@ -84,7 +81,7 @@ class PageContent:
 
 
 def require_tools(option: str) -> None:
-    """Require the packages that draw reports, before anything is computed.
+    """Require what draws reports, before anything is computed.
 
     Args:
         option: the option that needs them, such as "--report", for the message.
@@ -93,8 +90,7 @@ def require_tools(option: str) -> None:
         UsageError: the extra `report` is not installed.
     """
     try:
-        for name in _PACKAGES:
-            import_module(name)
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{option} needs {error.name}, which is not installed", install_hint("report")) from None
 
@@ -108,16 +104,10 @@ def render_page(page: PageContent) -> str:
     Returns:
         The text of an HTML file that needs no others.
     """
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    from . import charts
-    from .comparison import by_kl, comparison, names_in_picture, points_as_outputs
-    from .figure import recovery_of_outputs, recovery_of_tasks
+    from . import charts, figure
 
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_escape_invisible, keep_trailing_newline=True
-    )
     filters: dict[str, Callable[..., Any]] = {
         "size": gigabytes,
         "short": short,
@@ -125,50 +115,45 @@ def render_page(page: PageContent) -> str:
         "mean_kl": lambda evaluation: kl_text(evaluation["kl"]["mean"], evaluation["floor"]["kl"]),
         "of": per_cent,
         "percent": lambda share: f"{100 * share:.4g} %",
-        "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
+        "interval": lambda edges: " to ".join(map(_number, edges or ())),
         "points": lambda difference: f"{100 * difference:+.1f}",
-        "share": lambda part: "-" if part is None else f"{100 * part:.1f} %",
+        "share": share_text,
         "cut": lambda text: shorten(text, MOST_LETTERS),
         "compared": _mark_differences,
         "verdict_meaning": verdict_meaning,
         "drawn": Markup,
     }
-    environment.filters.update(filters)
-    script = _read("page.js")
-    evaluations = by_kl(page.evaluations)
-    several = len(evaluations) > 1
-    asked = [one for one in evaluations if "tasks" in one]
-    return environment.from_string(_read("page.html")).render(
-        title=page.title,
-        about=page.about,
-        evaluations=evaluations,
-        pictures=comparison(evaluations) if several else (),
-        asked=asked,
-        recoveries=recovery_of_outputs(asked) if several and asked else (),
-        recovery_of_tasks=recovery_of_tasks,
-        beginning=names_in_picture([one["output"]["name"] for one in evaluations])[1] if several else "",
-        frontier=page.frontier,
-        frontier_pictures=() if page.frontier is None else comparison(points_as_outputs(page.frontier)),
-        served=page.serving,
-        commands=page.commands,
-        words=words_on_page(evaluations, page.serving, page.frontier),
-        charts=charts,
-        identity=evaluation_digest,
-        most_texts=MOST_TEXTS,
-        version=__version__,
-        style=Markup(_read("page.css")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
-
-
-def _read(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    evaluations = charts.by_kl(page.evaluations)
+    script = read_part("page.js")
+    values = {
+        "title": page.title,
+        "about": page.about,
+        "evaluations": evaluations,
+        "frontier": page.frontier,
+        "served": page.serving,
+        "commands": page.commands,
+        "words": words_on_page(evaluations, page.serving, page.frontier),
+        "charts": charts,
+        "comparison": charts.comparison,
+        "names_in_picture": charts.names_in_picture,
+        "points_as_outputs": charts.points_as_outputs,
+        "recovery_of_outputs": figure.recovery_of_outputs,
+        "recovery_of_tasks": figure.recovery_of_tasks,
+        "identity": evaluation_digest,
+        "most_texts": MOST_TEXTS,
+        "version": __version__,
+        "style": Markup(read_part("page.css")),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
+    return fill_template("page.html", values, filters, autoescape=True, finalize=_escape_invisible)
 
 
 def _escape_invisible(value: Any) -> Any:
     """Escape characters that move or hide other text in a value that the template puts into the page."""
-    return terminal(value, kept="\n\t") if type(value) is str else value
+    if type(value) is not str:
+        return value
+    return terminal(value, kept="\n\t")
 
 
 def _number(value: float) -> str:

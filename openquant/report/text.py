@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..diagnosis.result import MODEL, Diagnosis, activations, measured_kl
+from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
 from ..evaluation.types import kl_text
 from ..files.destination import DiskSpace
 from ..formats.schemes import SCHEMES
@@ -20,9 +20,21 @@ from ..plan.plan import Plan, ignored_layers
 from ..plan.serving import GPU_GB, Serving
 from ..plan.static_scales import CACHED
 from ..result import Place, Preview, Result, zero_notes
-from ..verification.outcome import Report
+from ..verification.headers import Report
 from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands
-from .cells import gigabytes, join_lines, paragraphs, short, shorten, table, terminal
+from .cells import (
+    NOTHING,
+    gigabytes,
+    join_lines,
+    list_first,
+    optional,
+    or_dash,
+    paragraphs,
+    short,
+    shorten,
+    table,
+    terminal,
+)
 from .words import task_rows, verdict_meaning
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
@@ -69,9 +81,13 @@ def plan_text(
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
-    becomes = "BF16" if line.decoded else "keep"
+    becomes = "keep"
+    if line.decoded:
+        becomes = "BF16"
+    if line.scheme:
+        becomes = line.scheme.format.number.title
     return (
-        line.scheme.format.number.title if line.scheme else becomes,
+        becomes,
         ", ".join(collapse(line.names)),
         " x ".join(map(str, line.shape)),
         gigabytes(line.bytes_before),
@@ -83,46 +99,52 @@ def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
 def _facts(
     plan: Plan, download: Download, notes: Sequence[str], space: DiskSpace | None, width: int | None
 ) -> list[str]:
-    unchanged = plan.scheme is None and plan.quantization_config
-    layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
-
     after = summary.output_bytes(plan)
-    at_a_time = gigabytes(space.needed) if space and space.needed not in (0, space.output) else None
-
-    lines = [
-        f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}{layers}",
-        f"disk:     {gigabytes(after + sum(plan.files.values()))} in "
-        f"{_count(len(plan.layout.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
-        + (
-            f", and {gigabytes(rounded_bytes(plan.gptq_rounded))} meanwhile for rounded layers"
-            if plan.gptq_rounded
-            else ""
-        )
-        + (f"; the run needs {at_a_time} at a time" if at_a_time else ""),
-    ]
-
+    weights = f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}"
+    if plan.scheme is not None or not plan.quantization_config:
+        weights += f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
+    lines = [weights, _disk_line(plan, after, space)]
     if download.nbytes:
-        other_files = (
-            f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})" if download.files else ""
-        )
-        streamed = f"{gigabytes(download.streamed)} at a time" if download.streamed else None
-        if space and space.streamed:
-            where = f", of which {streamed}" if streamed else ""
-        else:
-            where = " to the Hub's cache" + (f", or with --stream {streamed}" if streamed else "")
-        lines.append(f"download: {gigabytes(download.nbytes)}{other_files}{where}")
+        lines.append(_download_line(download, space))
 
     if plan.quantization_config:
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
+    lines = paragraphs(lines, width)
 
     serving = summary.serving(plan)
-    table_lines = serving_lines(*serving, width) if serving else []
+    if serving:
+        lines += serving_lines(*serving, width)
 
-    last = [f"left out: {', '.join(plan.decoded.left_out)}"] if plan.decoded.left_out else []
-    last += [f"note: {note}" for note in (*plan.notes, *notes)]
-    return [*paragraphs(lines, width), *table_lines, *paragraphs(last, width)]
+    last = [f"note: {note}" for note in (*plan.notes, *notes)]
+    if plan.decoded.left_out:
+        last.insert(0, f"left out: {', '.join(plan.decoded.left_out)}")
+    return [*lines, *paragraphs(last, width)]
+
+
+def _disk_line(plan: Plan, weights: int, space: DiskSpace | None) -> str:
+    """Say what an output takes on the disk, and what a run takes meanwhile."""
+    shards = _count(len(plan.layout.shards), "shard")
+    line = f"disk:     {gigabytes(weights + sum(plan.files.values()))} in {shards} and "
+    line += _count(len(plan.files), "other file")
+    if plan.gptq_rounded:
+        line += f", and {gigabytes(rounded_bytes(plan.gptq_rounded))} meanwhile for rounded layers"
+    if space and space.needed not in (0, space.output):
+        line += f"; the run needs {gigabytes(space.needed)} at a time"
+    return line
+
+
+def _download_line(download: Download, space: DiskSpace | None) -> str:
+    """Say how much is downloaded, and where it goes."""
+    line = f"download: {gigabytes(download.nbytes)}"
+    if download.files:
+        line += f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})"
+
+    streamed = download.streamed and f"{gigabytes(download.streamed)} at a time"
+    if space and space.streamed:
+        return line + optional(", of which {}", streamed)
+    return f"{line} to the Hub's cache{optional(', or with --stream {}', streamed)}"
 
 
 def serving_lines(source: Serving, output: Serving, width: int | None = None) -> list[str]:
@@ -140,7 +162,9 @@ def serving_lines(source: Serving, output: Serving, width: int | None = None) ->
     legend = f"the fewest GPUs; how many tokens they hold is not known: {output.unknown}"
 
     if cache is not None:
-        sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
+        sequence = ""
+        if cache.per_sequence(False):
+            sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence"
         gpus = "GPUs that are needed: tokens of all sequences together, cached in bfloat16, in FP8"
         legend = f"KV cache {gigabytes(cache.per_token(False))} a token{sequence}; {gpus}"
 
@@ -149,17 +173,26 @@ def serving_lines(source: Serving, output: Serving, width: int | None = None) ->
         rows.append([name])
         for fit in serving.fits:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
-            rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
+            rows[-1].append(or_dash("{}", fit.gpus) + optional(": {}", ", ".join(tokens)))
 
-    lines = [f"  {line}".rstrip() for line in table(rows, width=None if width is None else width - 2)]
+    lines = _indented_table(rows, width)
     more = "  by a card's exact memory: openquant fit MODEL --gpu 4090"
     return [*paragraphs([f"serving:  {legend}"], width), *lines, more]
 
 
+def _indented_table(rows: Sequence[Sequence[str]], width: int | None, left: Sequence[int] = (0,)) -> list[str]:
+    """Make a table that stands two columns to the right."""
+    if width is not None:
+        width -= 2
+    return [f"  {line}".rstrip() for line in table(rows, left, width)]
+
+
 def _share(plan: Plan) -> str:
     """Say how much of the source a run quantizes: "84.2 % of the bytes quantized"."""
+    if not plan.quantization_config:
+        return "all weights in bfloat16"
     if plan.scheme is None:
-        return f"all {summary.title(plan)}" if plan.quantization_config else "all weights in bfloat16"
+        return f"all {summary.title(plan)}"
     return f"{100 * summary.quantized_bytes(plan) / summary.source_bytes(plan):.1f} % of the bytes quantized"
 
 
@@ -189,19 +222,19 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
     Returns:
         The text for a terminal, lines separated by newlines.
     """
-    headline = (
-        f"{result.output} is already complete; nothing was written (headers, index and config were checked, codes were "
-        "not: openquant verify reads them, and --overwrite converts again)"
-        if already_complete
-        else f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, "
-        f"{_share(plan)}, in {result.seconds:.1f} s, "
-        f"peak memory {gigabytes(result.peak_rss_bytes)}"
-    )
-
+    said = [
+        f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, {_share(plan)}, "
+        f"in {result.seconds:.1f} s, peak memory {gigabytes(result.peak_rss_bytes)}"
+    ]
+    if already_complete:
+        said = [
+            f"{result.output} is already complete; nothing was written (headers, index and config were checked, codes "
+            "were not: openquant verify reads them, and --overwrite converts again)"
+        ]
+    if result.pushed_to is not None:
+        said.append(f"pushed to {result.pushed_to}")
+    said += [*not_finite_notes(result.not_finite, result.unread_shards), engines_that_read(plan)]
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
-    published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
-
-    said = [headline, *published, *not_finite_notes(result.not_finite, result.unread_shards), engines_that_read(plan)]
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
 
@@ -222,12 +255,10 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
     """
     notes = []
     if not_finite:
-        names = [f"{name} holds {values}" for name, values in list(not_finite.items())[:NAMED]]
-        more = f" and {len(not_finite) - NAMED} more hold NaN or infinity" if len(not_finite) > NAMED else ""
-        notes.append(
-            f"note: of the tensors that are not quantized {', '.join(names)}{more}: with NaN, or infinity in a weight, "
-            "a model answers NaN"
-        )
+        tensors = [f"{name} holds {values}" for name, values in not_finite.items()]
+        listed = list_first(tensors, NAMED, "more hold NaN or infinity")
+        remark = "with NaN, or infinity in a weight, a model answers NaN"
+        notes.append(f"note: of the tensors that are not quantized {listed}: {remark}")
     if unread:
         notes.append(
             f"note: {_count(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and infinity"
@@ -245,19 +276,19 @@ def preview_text(preview: Preview, width: int | None = None) -> str:
     Returns:
         The text, lines separated by newlines.
     """
-    rows = [
-        *(("reads", _place_text(place)) for place in preview.reads),
-        *([("downloads", gigabytes(preview.download_bytes))] if preview.download_bytes else []),
-        *(("does", text) for text in preview.does),
-        *(("writes", _place_text(place)) for place in preview.writes),
-        *(("note", note) for note in preview.notes),
-    ]
+    rows = [("reads", _place_text(place)) for place in preview.reads]
+    if preview.download_bytes:
+        rows.append(("downloads", gigabytes(preview.download_bytes)))
+    rows += [("does", text) for text in preview.does]
+    rows += [("writes", _place_text(place)) for place in preview.writes]
+    rows += [("note", note) for note in preview.notes]
     return join_lines([*table(rows, left=(0, 1), width=width), "nothing was written"])
 
 
 def _place_text(place: Place) -> str:
-    size = "" if place.bytes is None else f", {gigabytes(place.bytes)}"
-    return f"{place.path} ({place.what}{size})"
+    if place.bytes is None:
+        return f"{place.path} ({place.what})"
+    return f"{place.path} ({place.what}, {gigabytes(place.bytes)})"
 
 
 def verification_text(report: Report, width: int | None = None) -> str:
@@ -283,16 +314,17 @@ def verification_text(report: Report, width: int | None = None) -> str:
                 f"{_count(report.equal_files, 'other file')}"
             )
 
-    errors = ["", *_errors_table(report, width), ""] if report.errors else []
+    lines = paragraphs(lines, width)
+    if report.errors:
+        lines += ["", *_errors_table(report, width), ""]
+
     last = [f"note: {note}" for note in report.notes]
     last += [f"problem: {problem}" for problem in report.problems]
-
-    problems = _count(len(report.problems), "problem") if report.problems else "no problems"
-    last.append(f"{problems}, {report.seconds:.1f} s")
+    last.append(f"{_count(len(report.problems) or 'no', 'problem')}, {report.seconds:.1f} s")
     if report.problems:
         last += [f"hint: {hint}" for hint in report.hints]
 
-    return join_lines([*paragraphs(lines, width), *errors, *paragraphs(last, width)])
+    return join_lines([*lines, *paragraphs(last, width)])
 
 
 def _errors_table(report: Report, width: int | None) -> list[str]:
@@ -309,9 +341,10 @@ def _errors_table(report: Report, width: int | None) -> list[str]:
     ]
 
     mean = sum(error.relative for error in report.errors) / len(report.errors)
-    count = len(report.errors)
-    some = f"{count} of " if count < report.quantized else ""
-    said = [f"{some}{_count(report.quantized, 'layer')} decoded: relative error {100 * mean:.3f} % on average"]
+    layers = _count(report.quantized, "layer")
+    if len(report.errors) < report.quantized:
+        layers = f"{len(report.errors)} of {layers}"
+    said = [f"{layers} decoded: relative error {100 * mean:.3f} % on average"]
 
     share = report.equal_share
     if share is not None and report.recomputed:
@@ -324,11 +357,16 @@ def _errors_table(report: Report, width: int | None) -> list[str]:
 
 def _percent(share: float) -> str:
     """Format a share: "97.1 %"; "100 %" only for exactly 1."""
-    return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
+    if share == 1:
+        return "100 %"
+    return f"{min(100 * share, 99.99):.4g} %"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int | str, noun: str) -> str:
+    """Say how many there are: "1 shard", "2 shards", "no shards"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 # Number of prompts whose answers are shown, and characters of each answer.
@@ -382,8 +420,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
         lines += paragraphs([*said, *(f"  {line}" for line in _layer_lines(output))], width)
 
         if "tasks" in output:
-            figures = table(task_rows(output["tasks"]), width=None if width is None else width - 2)
-            lines += ["", *(f"  {line}".rstrip() for line in figures)]
+            lines += ["", *_indented_table(task_rows(output["tasks"]), width)]
             lines += paragraphs([f"  {output['tasks']['reading']}"], width)
 
         for text in answers(output)[:SHOWN_PROMPTS]:
@@ -422,9 +459,8 @@ def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
 
 
 def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str, str]:
-    interval = figures["interval"]
-    interval_text = f"[{', '.join(f'{edge:.3g}' for edge in interval)}]" if interval else ""
-    return kl_text(figures["kl"], floor["kl"]), interval_text, f"{figures['p99']:.3g}"
+    interval = ", ".join(f"{edge:.3g}" for edge in figures["interval"] or ())
+    return kl_text(figures["kl"], floor["kl"]), optional("[{}]", interval), f"{figures['p99']:.3g}"
 
 
 def _number(value: float) -> str:
@@ -448,30 +484,36 @@ def explanation_text(explanation: Explanation, width: int | None = None) -> str:
 
 
 def _paragraph(layer: ModuleExplanation, architecture: str, width: int | None) -> str:
-    becomes = "stays as it is" if layer.scheme is None else f"quantized, --scheme {layer.scheme}"
-    rule = "no rule: it has fewer than two axes, or --ignore names it"
+    becomes = "stays as it is"
+    if layer.scheme is not None:
+        becomes = f"quantized, --scheme {layer.scheme}"
 
+    rule = "no rule: it has fewer than two axes, or --ignore names it"
     if layer.rule is not None:
-        pattern = f": {layer.rule.pattern}" if layer.rule.pattern else ""
-        rule = f"{layer.rule.field}{pattern} ({architecture})"
+        rule = f"{layer.rule.field}{optional(': {}', layer.rule.pattern)} ({architecture})"
+
+    ranks = ""
+    if len(layer.shape) > 1:
+        ranks = _rank_text(layer.ranks)
 
     rows = [
-        ("becomes", f"{becomes}{f': {layer.why}' if layer.why else ''}"),
+        ("becomes", f"{becomes}{optional(': {}', layer.why)}"),
         ("rule", rule),
         ("source", f"{_tensors(layer.source) or 'nothing'}, in {layer.shard}"),
         ("output", _tensors(layer.output)),
         ("fused with", ", ".join(name for name in layer.joined if name != layer.module)),
         ("experts", layer.experts or ""),
-        ("ranks", _rank_text(layer.ranks) if len(layer.shape) > 1 else ""),
+        ("ranks", ranks),
         *[(engine, ", ".join(names)) for engine, names in layer.engines.items()],
-        ("ignore list", f"as {layer.listed}" if layer.listed else "not in it"),
+        ("ignore list", optional("as {}", layer.listed) or "not in it"),
     ]
 
     heading = ", ".join(collapse(layer.modules))
-    more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
-    lines = table([row for row in rows if row[1]], (0, 1), None if width is None else width - 2)
+    if len(layer.modules) > 1:
+        heading += f" ({len(layer.modules)} alike; below {layer.module})"
+    lines = _indented_table([row for row in rows if row[1]], width, left=(0, 1))
 
-    return join_lines([*paragraphs([f"{heading}{more}"], width), *(f"  {line}".rstrip() for line in lines)])
+    return join_lines([*paragraphs([heading], width), *lines])
 
 
 def _tensors(tensors: Iterable[Tensor]) -> str:
@@ -481,8 +523,10 @@ def _tensors(tensors: Iterable[Tensor]) -> str:
 def _rank_text(ranks: RankSplit | None) -> str:
     if ranks is None:
         return "each has all of it"
-    copied = ", replicated if there are fewer heads than ranks" if ranks.replicated else ""
-    heads = f", by heads ({ranks.heads}{copied})" if ranks.heads else ""
+    heads = ""
+    if ranks.heads:
+        copied = ", replicated if there are fewer heads than ranks" * ranks.replicated
+        heads = f", by heads ({ranks.heads}{copied})"
     sizes = ", ".join(map(str, ranks.sizes)) or "none"
     problem = next((f"; not {size}: {why}" for size, why in ranks.problems.items()), "")
     return f"each has a part of its {_AXES[ranks.axis]}{heads}; sizes {sizes}{problem}"
@@ -500,15 +544,17 @@ def environment_text(found: Mapping[str, Any], width: int | None = None) -> str:
         described = (f"{gpu['name']}, {gigabytes(gpu['memory'])}, capability {gpu['capability']}" for gpu in gpus)
         gpus = "; ".join(described) or "none"
 
-    commit = f" ({found['commit']})" if found["commit"] else ""
+    loops = found["loops"]
+    if loops == "numba":
+        loops = "numba, for large models"
 
     rows = [
-        ("openquant", f"{found['openquant']}{commit}"),
+        ("openquant", f"{found['openquant']}{optional(' ({})', found['commit'])}"),
         ("Python", f"{found['python']}, {found['system']}"),
         ("CPU", f"{found['cpus']} of {found['cpu'] or 'unknown'}: {', '.join(found['instructions'])}"),
         ("memory", f"{gigabytes(found['memory'])} available"),
         ("GPUs", gpus),
-        ("loops", f"{found['loops']}, for large models" if found["loops"] == "numba" else found["loops"]),
+        ("loops", loops),
         *((name, version or "not installed") for name, version in {**found["libraries"], **found["engines"]}.items()),
         *found["settings"].items(),
     ]
@@ -530,16 +576,16 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
     Returns:
         The text, lines separated by newlines.
     """
-    layers = diagnosis.layers if every else diagnosis.worst[:WORST]
+    layers: Sequence[LayerDiagnosis] = diagnosis.layers
+    shown = "row error of weights"
+    if not every:
+        layers = diagnosis.worst[:WORST]
+        shown += f", {len(layers)} largest"
 
-    name = f"{diagnosis.model}@{diagnosis.revision}" if diagnosis.revision else diagnosis.model
-    rows = (
-        "all their rows"
-        if diagnosis.rows_read == 1
-        else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; scales from all"
-    )
+    rows = "all their rows"
+    if diagnosis.rows_read != 1:
+        rows = f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; scales from all"
 
-    shown = "row error of weights" if every else f"row error of weights, {len(layers)} largest"
     # All schemes would make a line of two hundred letters.
     schemes = [name for name in SCHEMES if name == diagnosis.scheme or measured_kl(SCHEMES[name]) is not None]
 
@@ -549,7 +595,8 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
     normal = ("normally distributed weights", *(_in_percent(diagnosis.normal[scheme]) for scheme in schemes))
 
     heading = [
-        f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}",
+        f"{diagnosis.model}{optional('@{}', diagnosis.revision)}: {diagnosis.architecture}, "
+        f"--scheme {diagnosis.scheme}",
         f"{len(diagnosis.layers)} layers, measured on {rows}",
     ]
 
@@ -574,20 +621,21 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
 
 def _in_percent(share: float | None) -> str:
     """Format a share: "2.64 %"; "-" for None, an error in a scheme that cannot store the layer."""
-    return "-" if share is None else f"{100 * share:.3g} %"
+    if share is None:
+        return NOTHING
+    return f"{100 * share:.3g} %"
 
 
 def _conspicuous(diagnosis: Diagnosis) -> list[str]:
     layers = diagnosis.conspicuous
     if not layers:
         return ["no layer loses more than twice what normally distributed weights do"]
-    names = collapse([layer.module for layer in layers])
-    more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
-    remedy = f"; none does with --scheme {' or '.join(diagnosis.remedies)}" if diagnosis.remedies else ""
+    names = list_first(collapse([layer.module for layer in layers]), WORST)
+    remedy = optional("; none does with --scheme {}", " or ".join(diagnosis.remedies))
     return [
         terminal(
             f"{len(layers)} of {len(diagnosis.layers)} layers lose more than twice what normally distributed weights "
-            f"do, or cannot be stored: {', '.join(names[:WORST])}{more}{remedy}"
+            f"do, or cannot be stored: {names}{remedy}"
         )
     ]
 

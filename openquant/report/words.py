@@ -11,7 +11,7 @@ from typing import Any
 
 from ..evaluation.types import counted_questions
 from ..formats.schemes import SCHEMES
-from .cells import markdown, terminal
+from .cells import NOTHING, list_first, markdown, optional, terminal
 
 _SEVERAL = {
     "frontier": (
@@ -127,15 +127,18 @@ def words_on_page(
     Returns:
         The meaning of each term, in the order in which they are listed.
     """
-    words: dict[str, str] = {}
-    words |= _SEVERAL if len(evaluations) > 1 else {}
-    words |= _SEARCHED if frontier else {}
-    words |= _EVALUATED if evaluations else {}
-    words |= _TASKS if any("tasks" in one for one in evaluations) else {}
-    words |= _SUSPECTS if any(one["suspects"] for one in evaluations) else {}
-    words |= _ROUTED if any("routed_otherwise" in layer for one in evaluations for layer in one["layers"]) else {}
-    words |= _scheme_words(name for point in (frontier or {}).get("points", ()) for name in point["shares"])
-    return words | (_SERVED if served else {})
+    points = (frontier or {}).get("points", ())
+    shown = [
+        (_SEVERAL, len(evaluations) > 1),
+        (_SEARCHED, frontier),
+        (_EVALUATED, evaluations),
+        (_TASKS, any("tasks" in one for one in evaluations)),
+        (_SUSPECTS, any(one["suspects"] for one in evaluations)),
+        (_ROUTED, any("routed_otherwise" in layer for one in evaluations for layer in one["layers"])),
+        (_scheme_words(name for point in points for name in point["shares"]), True),
+        (_SERVED, served),
+    ]
+    return {term: meaning for words, is_shown in shown if is_shown for term, meaning in words.items()}
 
 
 def _scheme_words(names: Iterable[str | None]) -> dict[str, str]:
@@ -164,7 +167,9 @@ def verdict_meaning(evaluation: Mapping[str, Any]) -> str:
         pooled = evaluation["tasks"]["pooled"]
         metric = pooled["metrics"][0]
         low, high = metric["difference_interval"]
-        change = "no change beyond chance" if low <= 0 <= high else f"{100 * metric['difference']:+.1f} points"
+        change = f"{100 * metric['difference']:+.1f} points"
+        if low <= 0 <= high:
+            change = "no change beyond chance"
         meaning += f"; {change} in accuracy on {counted_questions(pooled['questions'])}"
     return meaning
 
@@ -178,9 +183,11 @@ def texts_origin(text: Mapping[str, Any]) -> str:
     names = [name.rpartition("/")[2] for name in text.get("files", ())]
     dataset = text.get("dataset") or ""
     builtin = text.get("builtin")
+    # "org/name:split" is on the Hub.
+    if dataset and not re.match(r"[^/.][^/]*(/[^/]*)?$", dataset):
+        dataset = dataset.rpartition("/")[2]
     if dataset:
-        # "org/name:split" is on the Hub.
-        names.append(dataset if re.match(r"[^/.][^/]*(/[^/]*)?$", dataset) else dataset.rpartition("/")[2])
+        names.append(dataset)
     if builtin and not names:
         names.append(f"standard library of {builtin}")
     return ", ".join(names)
@@ -199,30 +206,37 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ("", "questions", "source", "output", "difference", "95 %", "p", "recovery", "lost", "gained", "other", "KL")
     ]
 
-    several = len(tasks["tasks"]) > 1
+    shown = tasks["tasks"]
+    means = []
+    if len(shown) > 1:
+        shown = [*shown, tasks["pooled"]]
+        means = tasks["mean"]
 
-    for figures in [*tasks["tasks"], *([tasks["pooled"]] if several else [])]:
-        for number, metric in enumerate(figures["metrics"]):
-            first = number == 0
+    for figures in shown:
+        # What is the same for all metrics stands beside the first.
+        questions = f"{figures['questions']:,}"
+        of_task = (share_text(figures["answered_otherwise"]), f"{figures['kl']:.3g}")
+        for metric in figures["metrics"]:
             rows.append(
                 (
                     f"{terminal(figures['task'])}, {terminal(metric['metric'])}",
-                    f"{figures['questions']:,}" if first else "",
-                    _percent(metric["source"]),
-                    _percent(metric["output"]),
+                    questions,
+                    share_text(metric["source"]),
+                    share_text(metric["output"]),
                     *_difference(metric),
                     f"{metric['p']:.2g}",
                     recovery_text(metric),
                     str(metric["lost"]),
                     str(metric["gained"]),
-                    _percent(figures["answered_otherwise"]) if first else "",
-                    f"{figures['kl']:.3g}" if first else "",
+                    *of_task,
                 )
             )
+            questions = ""
+            of_task = ("", "")
 
-    for mean in tasks["mean"] if several else ():
+    for mean in means:
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
-        scores = _percent(mean["source"]), _percent(mean["output"])
+        scores = share_text(mean["source"]), share_text(mean["output"])
         rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
 
     return rows
@@ -230,7 +244,14 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def recovery_text(metric: Mapping[str, Any]) -> str:
     """Format the recovery of a metric: "98.7 %", or "-" if the source has no right answer."""
-    return "-" if metric["recovery"] is None else f"{100 * metric['recovery']:.1f} %"
+    return share_text(metric["recovery"])
+
+
+def share_text(share: float | None) -> str:
+    """Format a share: "98.7 %"; "-" if it is not known."""
+    if share is None:
+        return NOTHING
+    return f"{100 * share:.1f} %"
 
 
 def task_summary(tasks: Mapping[str, Any]) -> str:
@@ -241,14 +262,12 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     """
     mean = tasks["mean"][0]
     pooled = tasks["pooled"]
-    interval = mean["recovery_interval"]
-    between = "" if interval is None else f" [{', '.join(f'{100 * edge:.1f}' for edge in interval)}]"
+    interval = ", ".join(f"{100 * edge:.1f}" for edge in mean["recovery_interval"] or ())
     names = [markdown(figures["task"]) for figures in tasks["tasks"]]
-    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more tasks" if len(names) > _NAMED else "")
-    return (
-        f"{_percent(mean['source'])} -> {_percent(mean['output'])}, recovery {recovery_text(mean)}{between}, "
-        f"{counted_questions(pooled['questions'])} of {shown} ({markdown(mean['metric'])})"
-    )
+    recovery = f"recovery {recovery_text(mean)}{optional(' [{}]', interval)}"
+    asked = f"{counted_questions(pooled['questions'])} of {list_first(names, _NAMED, 'more tasks')}"
+    accuracy = f"{share_text(mean['source'])} -> {share_text(mean['output'])}"
+    return f"{accuracy}, {recovery}, {asked} ({markdown(mean['metric'])})"
 
 
 # Tasks that a summary names.
@@ -259,7 +278,3 @@ def _difference(metric: Mapping[str, Any]) -> Sequence[str]:
     """Return difference and interval in points: ("-0.5", "[-2.6, +1.5]")."""
     edges = ", ".join(f"{100 * edge:+.1f}" for edge in metric["difference_interval"])
     return f"{100 * metric['difference']:+.1f}", f"[{edges}]"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

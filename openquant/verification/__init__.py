@@ -2,9 +2,9 @@
 
 The room is not called `verify`, because `openquant.verify` is the function.
 
-    verify          all checks in order; returns a Report (outcome)
-    checks          all checks that read no tensor, in order: those of `configs`, `weight_checks` and `headers`, those
-                    of files, and those at the end of a run. Headers is what they check, and Findings what they report
+    verify          all checks in order; returns a Report
+    checks          all checks that read no tensor, in order: those of `weight_checks` and `headers`, of config.json and
+                    files, and those at the end of a run. Headers is what they check, Findings what they report
     find_smoothing  recognizes the smoothing factors of an output by comparing it with its source
     contents        reads tensors: NaN, equality with the source, recomputed codes and scales, the error of each layer
 

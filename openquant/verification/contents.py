@@ -174,7 +174,9 @@ class _Reading:
         # Nearest codes have no larger error than themselves, whatever the scales are.
         self.findings.compensated = statistics.median(error.times_rounding for error in self.foreign) > MOVED
         for error in self.foreign:
-            problem = error.beyond_gptq if self.findings.compensated else error.beyond_nearest
+            problem = error.beyond_nearest
+            if self.findings.compensated:
+                problem = error.beyond_gptq
             if problem is not None:
                 self.add_problem(error.number, problem)
 
@@ -254,12 +256,14 @@ class _Worker:
 
                 if not np.array_equal(piece, expected):
                     first = low + int((piece != expected).argmax())
-                    name = original.extent(self.source.where).label if isinstance(original, Weight) else "the source's"
-                    smoothed = " after smoothing" if _is_smoothed(original) else ""
+                    name = "the source's"
+                    if isinstance(original, Weight):
+                        name = original.extent(self.source.where).label
+                    if _is_smoothed(original):
+                        name += " after smoothing"
                     self.reading.add_problem(
                         number,
-                        f"{self.reading.place(info.name)} differs from {name}{smoothed}, "
-                        f"first in byte {first} of {info.nbytes}",
+                        f"{self.reading.place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
                     )
                     return
 
@@ -301,8 +305,9 @@ class _Worker:
         for matrix in weight.matrices:
             dtype = matrix.source.dtype
             for bits in self.source.rows(matrix, 1):
-                plain = bits if matrix.dtype == dtype else from_float32(bits.view(np.float32), dtype)
-                yield plain.reshape(-1).view(np.uint8)
+                if matrix.dtype != dtype:
+                    bits = from_float32(bits.view(np.float32), dtype)
+                yield bits.reshape(-1).view(np.uint8)
 
     def check_weight(self, number: int, task: TensorTask, weight: Weight) -> None:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
@@ -330,7 +335,8 @@ class _Worker:
 
         if lost is not None and lost.unusual:
             with self.reading.lock:
-                layers = self.reading.findings.zero_layers if comparison is None else self.reading.findings.lost_layers
+                findings = self.reading.findings
+                layers = findings.zero_layers if comparison is None else findings.lost_layers
                 layers.add(weight.module)
         if scale is not None and decodable and fmt is not None:
             self.output.check_values(weight, scale)
@@ -349,7 +355,7 @@ class _Worker:
             self._read_scale(number, weight.input_scale)
 
         signed = weight.format is not None and weight.format.signed_scales
-        scale = None if weight.scale is None else self._read_scale(number, weight.scale, signed)
+        scale = weight.scale and self._read_scale(number, weight.scale, signed)
         if weight.format is None or weight.format.global_scale is None:
             return scale, None
 
@@ -357,8 +363,10 @@ class _Worker:
         if values is None:
             return None, None
         global_scale = values.reshape(1, 1)
-        with np.errstate(over="ignore"):
-            return None if scale is None else scale / global_scale, global_scale
+        if scale is not None:
+            with np.errstate(over="ignore"):
+                scale = scale / global_scale
+        return scale, global_scale
 
     def _read_codes(
         self,
@@ -418,14 +426,17 @@ class _Worker:
 
         # In columns and where a group of zeros has the scale 0, scales are only checked as they are decoded.
         plain = fmt.columns is None and fmt.scale.of_zeros > 0
-        for info in (*((weight.scale, weight.global_scale) if plain else ()), weight.input_scale):
+        scales = [weight.input_scale]
+        if plain:
+            scales = [weight.scale, weight.global_scale, weight.input_scale]
+        for info in scales:
             signed = fmt.signed_scales and info is weight.scale
             if info is not None and self._read_scale(number, info, signed) is None:
                 return
 
         experts = len(weight.matrices)
         errors = ErrorSum()
-        source_pieces = None if original is None else self.source.rows(original, 1)
+        source_pieces = original and self.source.rows(original, 1)
 
         source_rows = np.empty((0, weight.shape[1]), np.float32)
         for bits in (piece for matrix in weight.matrices for piece in self.output.rows(matrix, 1)):
@@ -478,16 +489,20 @@ class _Worker:
     def _read_scale(self, number: int, info: TensorInfo, signed: bool = False) -> Floats | None:
         """The values of a scale; None, and a problem, unless all are finite and above zero (`signed`: not zero)."""
         values = self.output.read_scale(info)
-        wrong = ~(np.isfinite(values) & (values != 0 if signed else values > 0))
+        allowed = "above zero"
+        right = values > 0
+        if signed:
+            allowed = "not zero"
+            right = values != 0
+        wrong = ~(np.isfinite(values) & right)
 
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
-            allowed = "not zero" if signed else "above zero"
-            self.reading.add_problem(
-                number,
-                f"{self.reading.place(info.name)} holds {float(values[index]):g}"
-                f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and {allowed}",
-            )
+            held = f"{float(values[index]):g}"
+            if info.shape:
+                held += f" at {[int(axis) for axis in index]}"
+            place = self.reading.place(info.name)
+            self.reading.add_problem(number, f"{place} holds {held}: scales are finite and {allowed}")
             return None
 
         if values.size == 1:
@@ -520,7 +535,11 @@ class _Worker:
             if wrong.any():
                 index = np.unravel_index(int(wrong.argmax()), wrong.shape)
                 # Shown as stored: times the global scale, in FP8, which has few digits.
-                factor, digits = (1.0, 9) if global_scale is None else (float(global_scale.item()), 6)
+                factor = 1.0
+                digits = 9
+                if global_scale is not None:
+                    factor = float(global_scale.item())
+                    digits = 6
                 self.reading.add_problem(
                     number,
                     f"{self.reading.place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "

@@ -4,12 +4,14 @@ The checks are functions of both (checks.py has them in order). No tensor is rea
 wrongly. A note is what engines accept but openquant would write differently.
 
 Here are also the checks of modules, by the ignore list: the output head, and fused layers.
+Report is the result of a verification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
@@ -18,6 +20,7 @@ from ..formats.quantization import IN_COLUMNS, Quantization
 from ..formats.schemes import Scheme
 from ..registry.architecture import NOT_LINEAR, ROUTER
 from ..registry.rules import ModuleRules, is_table
+from ..weights.quant_error import LayerError
 from ..weights.weight import Weight
 
 # Last parts of the names of tensors that AWQ and GPTQ store beside the codes.
@@ -42,7 +45,10 @@ class Findings:
 
     def add_difference(self, message: str) -> None:
         """Add something that openquant never writes, but other tools may: a problem if `ours`, else a note."""
-        (self.problems if self.ours else self.notes).append(message)
+        if self.ours:
+            self.problems.append(message)
+        else:
+            self.notes.append(message)
 
 
 @dataclass(frozen=True)
@@ -97,12 +103,15 @@ class Headers:
         """Whether a tensor is the scale, zero points or shape of a quantized weight, or is called so."""
         return name in self.scales or self.owner(name) is not None
 
+    def as_unquantized(self, info: TensorInfo) -> TensorInfo:
+        """The tensor that codes stand for; any other tensor itself."""
+        if info.name in self.stored:
+            return self.stored[info.name].source
+        return info
+
     def layers(self, entry: ModuleRules) -> dict[str, Weight]:
         """The matrices of the directory that the module rules allow to quantize, by module."""
-        tensors = (
-            self.stored[info.name].source if info.name in self.stored else info
-            for info in self.checkpoint.tensors.values()
-        )
+        tensors = map(self.as_unquantized, self.checkpoint.tensors.values())
         return {
             info.module: Weight(
                 info.module, entry.rule(info.module).name_template, info, (info.shape[0], info.shape[1])
@@ -172,7 +181,7 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
 
     for info in headers.checkpoint.tensors.values():
         weight = headers.stored.get(info.name)
-        rule = entry.rule(weight.module if weight else info.module)
+        rule = entry.rule((weight or info).module)
 
         if weight is not None:
             # Layers that the registry keeps may have been quantized in the source.
@@ -202,8 +211,11 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
             unlisted.append(info.module)
 
     if unlisted:
-        more = f" and {len(unlisted) - 1} more modules that are" if len(unlisted) > 1 else ", which is"
-        them = "them" if len(unlisted) > 1 else "it"
+        more = ", which is"
+        them = "it"
+        if len(unlisted) > 1:
+            more = f" and {len(unlisted) - 1} more modules that are"
+            them = "them"
         findings.notes.append(
             f"{ignored.key} does not list {unlisted[0]}{more} unquantized: right only if the engine never builds "
             f"{them} as {headers.quantization.groups[0][1].number.title}"
@@ -220,7 +232,9 @@ def check_head(headers: Headers, findings: Findings) -> None:
     Raises:
         UsageError: matching names with regular expressions of the config takes too long.
     """
-    for name, weight in headers.stored.items() if headers.head or headers.embedding else ():
+    if not headers.head and not headers.embedding:
+        return
+    for name, weight in headers.stored.items():
         if is_table(weight.module) and not headers.quantization.names(weight.module):
             findings.problems.append(
                 f"{headers.place(name)} is {weight.codes.dtype}, but no config group names it: "
@@ -274,3 +288,106 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
             findings.problems.append(
                 f"{headers.place(name_1)} has {label_1} and {name_2} {label_2}, but engines need both in one format"
             )
+
+
+_CONVERT_AGAIN = "download it again, or convert it again with --overwrite"
+# By words of the problems that they are for.
+_LOOK_AT_SOURCE = (
+    "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or download "
+    "it first, and convert it again with --overwrite"
+)
+_WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
+_REMOVE = "remove the file that does not belong to the model"
+_HINTS = {
+    "as the source has it": _LOOK_AT_SOURCE,
+    " in the source's ": _LOOK_AT_SOURCE,
+    "the shards lack ": _LOOK_AT_SOURCE,
+    "does not fit the tensors": _LOOK_AT_SOURCE,
+    " does not list ": _WRITE_ANEW,
+    " lists ": _WRITE_ANEW,
+    " is there too: ": _REMOVE,
+    " lies beside ": _REMOVE,
+    " that model.safetensors.index.json does not name": _REMOVE,
+    " is there: transformers ": _REMOVE,
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `verify`.
+
+    Attributes:
+        directory: the directory, as the caller gave it.
+        source: the source, as the caller gave it; None without one.
+        architecture: the model's class; None if the directory could not be opened.
+        format: quant_method and what shares a scale: "fp8, one scale per 128x128 block".
+        problems: one line for each problem; empty if nothing is wrong.
+        notes: one line for each thing that is worth knowing or was not checked.
+        shards: number of weight files.
+        tensors: number of tensors in them.
+        nbytes: size of those tensors in bytes.
+        quantized: number of quantized weights.
+        equal_tensors: number of tensors that equal the source's, byte for byte.
+        equal_files: number of other files that equal the source's.
+        errors: quantization error of each layer that was compared with the source, in the order of the checkpoint.
+        compared_codes: number of codes that were recomputed from the source.
+        equal_codes: number of these that equal the stored codes.
+        recomputed: whether quantizing the source again must give the same codes and scales.
+        seconds: wall time in seconds.
+    """
+
+    directory: str
+    source: str | None
+    architecture: str | None
+    format: str
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    shards: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    quantized: int = 0
+    equal_tensors: int = 0
+    equal_files: int = 0
+    errors: tuple[LayerError, ...] = ()
+    compared_codes: int = 0
+    equal_codes: int = 0
+    recomputed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def hints(self) -> list[str]:
+        """What to do about the problems: one sentence for each kind that there is."""
+        hints = {
+            next((hint for words, hint in _HINTS.items() if words in problem), _CONVERT_AGAIN): None
+            for problem in self.problems
+        }
+        return list(hints)
+
+    @property
+    def worst(self) -> list[LayerError]:
+        """The ten layers with the largest relative error, the worst first."""
+        return sorted(self.errors, key=lambda error: -error.relative)[:10]
+
+    @property
+    def equal_share(self) -> float | None:
+        """The share of recomputed codes that equal the stored ones, 0 to 1; None if none was recomputed."""
+        if not self.compared_codes:
+            return None
+        return self.equal_codes / self.compared_codes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name, as `--json` prints them; "decoded" has the mean and the worst of `errors`."""
+        fields = asdict(self)
+        for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
+            del fields[name]
+        relative = [error.relative for error in self.errors]
+        mean = None
+        if relative:
+            mean = sum(relative) / len(relative)
+        fields["decoded"] = {
+            "layers": len(relative),
+            "relative_mean": mean,
+            "equal_codes": self.equal_share,
+            "worst": [asdict(error) for error in self.worst],
+        }
+        return fields

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -43,12 +44,18 @@ from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
-from .checks import check_headers, extra_files, extra_weights
-from .configs import config_differences, judge_config, missing_keys, without_quantization
+from .checks import (
+    check_headers,
+    config_differences,
+    extra_files,
+    extra_weights,
+    judge_config,
+    missing_keys,
+    without_quantization,
+)
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .find_smoothing import recognize_smoothing
-from .headers import Findings, Headers, describe
-from .outcome import Report
+from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
 # An unquantized tensor, and what it must equal: see TensorTask.original.
@@ -80,19 +87,19 @@ def verify(
     start = time.monotonic()
     reporter = reporter or Reporter()
     _check_options(directory, source, full, workers)
-    checked = find_whole(os.fspath(directory), reporter.noted)
+    checked = find_whole(os.fspath(directory), reporter.on_note)
     root = checked.root
     quantization = _read_quantization(root)
-    journal = read_journal(root)
-    if journal is not None and not journal["done"]:
-        raise UsageError(f"{root} is not finished", "run the command that makes it again")
+    journal = _read_journal(root)
 
-    # Kept until the end, since the directory of a GGUF file goes with it.
-    named = None if source is None else find_whole(os.fspath(source), reporter.noted)
     # What --copy named belongs to both.
-    copy = () if journal is None else tuple(journal.get("copy", ()))
-    origin = None if named is None else named.open(copy)
-    source_name = None if source is None else os.fspath(source)
+    copy = tuple(journal.get("copy", ()))
+    origin = source_name = None
+    if source is not None:
+        source_name = os.fspath(source)
+        # Kept until the end, since the directory of a GGUF file goes with it.
+        named = find_whole(source_name, reporter.on_note)
+        origin = named.open(copy)
     format_title = f"{quantization.method}, {quantization.title}"
 
     try:
@@ -103,8 +110,8 @@ def verify(
             os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
         )
 
-    facts = None if journal is None else facts_in(journal)
-    journal_files = set(journal["files"]) if journal else set()
+    facts = facts_in(journal)
+    journal_files = set(journal.get("files", ()))
     requested = None
     if architecture is not None:
         requested = find_architecture(checkpoint, architecture)
@@ -115,7 +122,7 @@ def verify(
 
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
-    verification.run(workers or available_cpus(), partial(reporter.progressed, unit="bytes"))
+    verification.run(workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
     contents = verification.contents
 
     return Report(
@@ -163,6 +170,14 @@ def _read_quantization(root: Path) -> Quantization:
                 "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
             )
         return read_quantization(config)
+
+
+def _read_journal(root: Path) -> dict[str, Any]:
+    """The journal of a directory, whose run must be finished; empty if it has none."""
+    journal = read_journal(root) or {}
+    if not journal.get("done", True):
+        raise UsageError(f"{root} is not finished", "run the command that makes it again")
+    return journal
 
 
 def _since(start: float) -> float:
@@ -220,9 +235,10 @@ class _Verification:
         entry = headers.entry
         scheme = headers.scheme
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
-        config = self.checkpoint.config if self.ours else {}
-        scheme_name = scheme.name if scheme else None
-        self.required_keys = entry.model.extra_config(scheme_name, config) if entry else {}
+        self.required_keys: Mapping[str, str] = {}
+        if entry:
+            scheme_name = scheme.name if scheme else None
+            self.required_keys = entry.model.extra_config(scheme_name, self.checkpoint.config if self.ours else {})
 
         self.plan: Plan | None = None
         self.transforms = WeightTransforms()
@@ -293,7 +309,9 @@ class _Verification:
     def _check_extra_files(self) -> None:
         """Report files that neither the run nor the source explains."""
         expected = self.files or None
-        where = "not of the run that made it" if self.files else "beside the model"
+        where = "beside the model"
+        if self.files:
+            where = "not of the run that made it"
         if self.source is not None:
             expected = {*self.source.files, "README.md", "config.json"}
             where = "not in the source"
@@ -314,7 +332,7 @@ class _Verification:
             return []
 
         tensors = [
-            self.headers.stored[name].source if name in self.headers.stored else info
+            self.headers.as_unquantized(info)
             for name, info in self.checkpoint.tensors.items()
             if not self.headers.belongs_to_codes(name)
         ]
@@ -338,7 +356,8 @@ class _Verification:
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
         for difference, changes_model in judge_config(output_config, source_config):
-            (self.problems if changes_model else self.notes).append(f"config.json: {difference.text('the source has')}")
+            found = self.problems if changes_model else self.notes
+            found.append(f"config.json: {difference.text('the source has')}")
 
     def _compare_files(self, source: Checkpoint) -> None:
         # The model card is rewritten, and _compare_config compares the config key by key.
@@ -405,31 +424,39 @@ class _Verification:
         for info in self.checkpoint.tensors.values():
             if len(info.shape) > 1 and info.name not in stored and not self.headers.belongs_to_codes(info.name):
                 name = template(info.module)
-                unquantized.add(info.module if name in schemes_of else name)
+                if name in schemes_of:
+                    name = info.module
+                unquantized.add(name)
 
         schemes: dict[str, Scheme] = {}
         for weight in self.codes.values():
             scheme = self._scheme_of(weight)
             if scheme is not None and scheme != self.scheme:
                 name = template(weight.module)
-                schemes[weight.module if len(schemes_of[name]) > 1 else name] = scheme
+                if len(schemes_of[name]) > 1:
+                    name = weight.module
+                schemes[name] = scheme
 
         return StoredLayout(unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
         """Match the output's tensors with the source's, report misfits, and return the unquantized ones with theirs."""
         pairs: list[Pair] = []
-        smoothed = {kept.tensor.name: kept.smoothed for kept in self.plan.decisions.passthrough} if self.plan else {}
         foreign: list[str] = []
         recast: list[str] = []
-        added = {info.name for info in self.cache_scales} if self.fp8_cache else set()
+        smoothed = {}
+        if self.plan:
+            smoothed = {kept.tensor.name: kept.smoothed for kept in self.plan.decisions.passthrough}
+        added = set()
+        if self.fp8_cache:
+            added = {info.name for info in self.cache_scales}
 
         for tensor in self.checkpoint.tensors.values():
             if tensor.name in added:
                 continue
 
             # As it would be unquantized.
-            info = self.headers.stored[tensor.name].source if tensor.name in self.headers.stored else tensor
+            info = self.headers.as_unquantized(tensor)
             original = source.tensors.get(info.name)
             weight = self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
@@ -442,7 +469,9 @@ class _Verification:
                 continue
 
             dtype = source_info.dtype
-            shape = weight.shape if original is None and weight else source_info.shape
+            shape: tuple[int, ...] = source_info.shape
+            if original is None and weight:
+                shape = weight.shape
             if tensor.name in self.headers.stored:
                 if info.shape != shape:
                     self._report_mismatch(tensor, dtype, shape)
@@ -450,8 +479,9 @@ class _Verification:
                     matrix = Weight(info.module, info.module, original, (shape[0], shape[1]))
                     self.originals[info.module] = self.decoded.get(info.name, matrix)
             elif (info.dtype, info.shape) == (dtype, shape):
-                source_weight = self.decoded.get(info.name) if original else weight
-                pairs.append((info, smoothed.get(info.name) or source_weight))
+                if original:
+                    weight = self.decoded.get(info.name)
+                pairs.append((info, smoothed.get(info.name) or weight))
             elif info.shape == shape and not self.ours:
                 recast.append(info.name)
             else:
@@ -474,11 +504,13 @@ class _Verification:
         """Check that every tensor of the source is there, whole or split into experts."""
         tensors = self.checkpoint.tensors
         experts: dict[str, list[str]] = {}
-        for layer in self.plan.layers.values() if self.plan else ():
+        for layer in self.originals.values():
             if layer.expert >= 0:
                 experts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
         # Scales of the cache have other names in some sources.
-        renamed = {name for pair in cache_scales(source.tensors).values() for name in pair} if self.fp8_cache else set()
+        renamed = set()
+        if self.fp8_cache:
+            renamed = {name for pair in cache_scales(source.tensors).values() for name in pair}
         for name in source.tensors:
             if name in tensors or name in self.codes or name in renamed:
                 continue
@@ -538,8 +570,8 @@ class _Verification:
 
     def _weight_task(self, weight: Weight, gptq_rounded: Collection[str]) -> TensorTask:
         """The task that reads the codes of a weight."""
-        original = self.originals.get(weight.module) if self.full else None
-        if original and original.shape != weight.source.shape:
+        original = self.originals.get(weight.module)
+        if original and (not self.full or original.shape != weight.source.shape):
             original = None
 
         # The source whose codes are kept, or the one that those codes were made from, by any method.
@@ -619,8 +651,9 @@ class _Verification:
     def _report_non_finite(self) -> None:
         """Report NaN as a problem, and infinity too unless the tensor may be a mask or a bound."""
         for name, count in sorted(self.contents.non_finite.items()):
-            source = ", as the source has it" if name in self.contents.as_in_source else ""
-            message = f"{self._place(name)} holds {count.text}{source}"
+            message = f"{self._place(name)} holds {count.text}"
+            if name in self.contents.as_in_source:
+                message += ", as the source has it"
             if count.nan or name.endswith(".weight"):
                 self.problems.append(f"{message}: the model answers NaN where it is used")
             else:
@@ -642,8 +675,8 @@ class _Verification:
         for members in sorted(set(entry.fused_groups(self.headers.layers(entry)).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             formats = {weight.format for weight in weights}
-            fmt = formats.pop() if len(formats) == 1 else None
-            if fmt is None:
+            fmt = next(iter(formats), None)
+            if fmt is None or len(formats) > 1:
                 continue
 
             if fmt.group[1] is not None:
@@ -683,12 +716,15 @@ class _Verification:
             return self.scheme
         alike = [one for one in (self.scheme, *KEPT_SCHEMES) if _layout(one.format) == _layout(weight.format)]
         # Some differ in how activations are quantized alone.
-        return next((scheme for scheme in alike if scheme.format == weight.format), alike[0] if alike else None)
+        same = [scheme for scheme in alike if scheme.format == weight.format]
+        return next(iter(same + alike), None)
 
     def _check_recomputed_shared_scales(self, entry: ModuleRules | None) -> None:
         """Check that a scale which fused layers share is that of the largest weight in any of them."""
-        fused_groups = entry.fused_groups(self.headers.layers(entry)) if entry else {}
         stored = self.contents.scales
+        fused_groups = {}
+        if entry:
+            fused_groups = entry.fused_groups(self.headers.layers(entry))
         groups: dict[object, list[str]] = {}
 
         for module in self.contents.absmax:

@@ -120,7 +120,9 @@ def find_decodable_weights(
                 findings.problems.append(f"{shard}: {name} is {dtype}, but the config has it in {fmt.number.title}")
 
     for title, names in modules.items():
-        layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+        layers = f"{len(names)} layers"
+        if len(names) == 1:
+            layers = "1 layer"
         findings.notes.append(f"{layers} in {title}: {', '.join(sorted(collapse(names)))}")
 
     if not codes and not findings.problems:
@@ -223,34 +225,37 @@ class _Finder:
         missing = f"scale: {fmt.scale_of(pair.name)} is missing"
         scale = self._check_part(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
 
-        others: list[TensorInfo | None] = []
+        parts = [scale]
         if fmt.global_scale is not None:
             missing = f"global scale: {fmt.shared_scale_name(module)} is missing"
-            others.append(self._check_part(info, pair.global_scale, missing, ("F32",), ((1,), ())))
+            parts.append(self._check_part(info, pair.global_scale, missing, ("F32",), ((1,), ())))
         if (zeros := fmt.zero_points(module, matrix)) is not None:
             missing = f"zero points: {zeros.name} is missing"
-            others.append(self._check_part(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
+            parts.append(self._check_part(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
 
         self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
 
         input_scale = None
         if fmt.input_scale is not None:
             name = f"{module}.{fmt.input_scale}"
-            how = "static" if fmt.static else "scaled under it"
-            missing = f"{name}, but its activations are {how}"
+            missing = f"{name}, but its activations are scaled under it"
+            if fmt.static:
+                missing = f"{name}, but its activations are static"
             input_scale = self._check_part(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
 
         for expected, _ in fmt.constant_tensors(module, matrix):
             tensor = self.checkpoint.tensors.get(expected.name)
             self._check_part(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
 
+        if scale is None:
+            parts = []
         self.codes[pair.name] = self.stored[info.name] = Weight(
             module,
             "",
             TensorInfo(pair.name, info.dtype, shape),
             matrix,
             format=fmt,
-            parts=(info, *((scale, *filter(None, others)) if scale else ())),
+            parts=(info, *filter(None, parts)),
             input_scale=input_scale,
         )
 
@@ -269,7 +274,8 @@ class _Finder:
         self.scales.add(tensor.name)
         if self.findings.ours:
             # openquant leaves scales in float16 if the source has them so.
-            dtypes = dtypes[:1] if dtypes[0] != "BF16" else ("BF16", "F16")
+            allowed = {"BF16": ("BF16", "F16")}
+            dtypes = allowed.get(dtypes[0], dtypes[:1])
         if tensor.dtype in dtypes and tensor.shape in shapes:
             return tensor
         expected = f"{join_or(dtypes)} {join_or([str(list(shape)) for shape in shapes])}"
@@ -352,10 +358,10 @@ def check_static_scales(
     expected = {**of_source, **chosen}
     others = {module: name for module, name in modules.items() if name not in expected}
 
+    said = {**dict.fromkeys(of_source, "the source has"), **dict.fromkeys(chosen, "the run that made it chose")}
     return [
         *(
-            f"{headers.place(name)} is {values[name]:g}, "
-            f"{'the run that made it chose' if name in chosen else 'the source has'} {expected[name]:g}"
+            f"{headers.place(name)} is {values[name]:g}, {said[name]} {expected[name]:g}"
             for name in names
             if name in expected and values[name] != expected[name]
         ),
@@ -442,7 +448,8 @@ def check_cache(headers: Headers, findings: Findings) -> None:
         fp8_cache = says_fp8_cache(headers.quantization.settings)
     except UsageError as error:
         # Of other methods than those that openquant writes, engines may read what openquant does not.
-        (findings.problems if headers.quantization.checked_as_engines_load else findings.notes).append(error.message)
+        found = findings.problems if headers.quantization.checked_as_engines_load else findings.notes
+        found.append(error.message)
         return
 
     if not fp8_cache:
@@ -485,8 +492,8 @@ def check_cache(headers: Headers, findings: Findings) -> None:
 
 def _cache_layers(headers: Headers) -> dict[int, str]:
     """The attention module of each layer that has a KV cache of its own, by layer number."""
-    names = (headers.stored[name].module if name in headers.stored else name for name in headers.checkpoint.tensors)
-    modules = [name.removesuffix(".weight") for name in names]
+    tensors = map(headers.as_unquantized, headers.checkpoint.tensors.values())
+    modules = [tensor.name.removesuffix(".weight") for tensor in tensors]
     if headers.entry is None:
         raise PlanError(f"{headers.checkpoint.architecture} is not a known architecture", "")
     return find_cached_attentions(modules, headers.entry, text_config(headers.checkpoint, headers.entry.model))

@@ -240,13 +240,17 @@ class Chosen:
 
     def _stream(self) -> list[str]:
         """The option by which a model of the Hub does not stay here."""
-        return [] if is_local(self.model) else ["--stream"]
+        if is_local(self.model):
+            return []
+        return ["--stream"]
 
     def _values(self, name: str) -> list[str]:
         """The values of an advanced option: one a line if it is repeatable, none if it has its default."""
         option = ADVANCED[name]
         text = self.advanced.get(name, "").strip()
-        lines = [line.strip() for line in text.split("\n")] if option.repeated else [text]
+        lines = [text]
+        if option.repeated:
+            lines = [line.strip() for line in text.split("\n")]
         return [line for line in lines if line and line != str(option.default)]
 
 
@@ -310,7 +314,9 @@ def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pair(flag: str, value: str) -> list[str]:
     """An option and its value, which may begin with a dash and still is no option."""
-    return [f"{flag}={value}"] if value.startswith("-") and flag.startswith("--") else [flag, value]
+    if value.startswith("-") and flag.startswith("--"):
+        return [f"{flag}={value}"]
+    return [flag, value]
 
 
 def _check_name(name: str) -> str:

@@ -35,17 +35,17 @@ from .server import OWNER
 from .view import problem_html
 
 # Names that the search shows, and characters from which on it searches.
-MOST_FOUND, FEWEST_LETTERS = 8, 2
+MOST_FOUND = 8
+FEWEST_LETTERS = 2
 PLAN_SECONDS = 300
 # Plans that are made at one time, each in a process of its own.
 PLANS = 2
 # Bytes of a card that are shown.
 MOST_CARD = 1 << 18
-HERE, THERE = (
-    "Keep the output here",
-    "Straight into a repository on the Hub (each shard is deleted here once it is there)",
-)
-ONE, MIXED = "One scheme", "A mixture of schemes that fills a size"
+HERE = "Keep the output here"
+THERE = "Straight into a repository on the Hub (each shard is deleted here once it is there)"
+ONE = "One scheme"
+MIXED = "A mixture of schemes that fills a size"
 INTRODUCTION = (
     "<h1>openquant</h1><p>Turns a model into a smaller checkpoint that vLLM and SGLang load. "
     "It runs on this machine. Nothing is sent to anybody but the Hub.</p>"
@@ -126,7 +126,7 @@ class Page:
     def refresh(self, selected: str | None, seen: Sequence[str], request: gr.Request) -> tuple[Any, ...]:
         """Show the runs of this browser, and the selected one. Parts that are as they were are left alone."""
         owned = self.runs.of(owner_of(request))
-        run = next((run for run in owned if run.id == selected), owned[0] if owned else None)
+        run = next((run for run in owned if run.id == selected), next(iter(owned), None))
         parts: list[Any] = [
             gr.update(
                 choices=[(run_title(one), one.id) for one in owned], value=run and run.id, visible=run is not None

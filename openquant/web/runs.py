@@ -31,7 +31,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ..report.cells import gigabytes, spoken
+from ..report.cells import gigabytes, optional, spoken
 from .choices import OUTPUT, shown
 from .view import command_html, text_html
 
@@ -40,7 +40,11 @@ GRACE = 10.0
 # Lines at the end of a log that the page shows, and letters of a line.
 MOST_LINES = 200
 MOST_LETTERS = 2000
-WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
+WAITING = "waiting"
+RUNNING = "running"
+DONE = "done"
+FAILED = "failed"
+STOPPED = "stopped"
 # What huggingface.co's tokens look like.
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
 
@@ -246,7 +250,9 @@ def environment(token: str | None) -> dict[str, str]:
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # The working directory, which holds files of others, is no place to import from.
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    return settings if token is None else {**settings, "HF_TOKEN": token}
+    if token is not None:
+        settings["HF_TOKEN"] = token
+    return settings
 
 
 def without_tokens(text: str) -> str:
@@ -333,8 +339,7 @@ def _written(result: dict[str, Any]) -> str:
     repository = result.get("repository")
     if not repository:
         return str(result["output"])
-    revision = result.get("pushed_revision")
-    return f"{repository}@{revision}" if revision else str(repository)
+    return f"{repository}{optional('@{}', result.get('pushed_revision'))}"
 
 
 def _memory_of(process: int) -> int:
@@ -347,7 +352,8 @@ def _memory_of(process: int) -> int:
 def _state(run: PageRun, place: int) -> str:
     """Say in a sentence how far a run is."""
     if run.state == WAITING:
-        return "Waiting: 1 run is before this one." if place == 1 else f"Waiting: {place} runs are before this one."
+        others = "1 run is" if place == 1 else f"{place} runs are"
+        return f"Waiting: {others} before this one."
     if run.state == RUNNING:
         begun = "uploading" if run.steps[run.step][0] == "push" else "starting"
         return f"Step {run.step + 1} of {len(run.steps)}: {run.progress.get('stage', begun)}"

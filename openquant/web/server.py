@@ -228,7 +228,7 @@ class Guard:
         given = [(name.lower().decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         headers = dict(given)
         reason = self._refusal(scope, headers, [name for name, _ in given])
-        known = self._known(headers.get("cookie", ""))
+        known = self._find_secret(headers.get("cookie", ""))
         if reason is None and known is None and scope["path"] != "/":
             reason = "open the page first"
         if reason is not None:
@@ -243,7 +243,10 @@ class Guard:
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *self._added(scope["path"], secret)]}
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), *self._headers_for(scope["path"], secret)],
+                }
             await send(message)
 
         await self._app(scope, receive, answer)
@@ -258,7 +261,7 @@ class Guard:
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and scope["path"] != "/":
             return "the request comes from another page"
 
-        if not _allowed(scope["method"], scope["path"]):
+        if not _is_allowed(scope["method"], scope["path"]):
             return "this page does not have that"
 
         # Of a body in chunks nobody knows the length.
@@ -273,19 +276,20 @@ class Guard:
         """The origin of the page itself."""
         return f"http://{headers['host']}"
 
-    def _known(self, cookies: str) -> str | None:
+    def _find_secret(self, cookies: str) -> str | None:
         """The secret of a browser that was here before."""
         try:
             found = SimpleCookie(cookies).get(self._cookie)
         except CookieError:
             return None
-        return found.value if found is not None and _COOKIE.fullmatch(found.value) else None
+        if found is None or not _COOKIE.fullmatch(found.value):
+            return None
+        return found.value
 
-    def _added(self, path: str, secret: str) -> list[tuple[bytes, bytes]]:
+    def _headers_for(self, path: str, secret: str) -> list[tuple[bytes, bytes]]:
         """The headers that are added to an answer."""
-        policy = _REPORT_POLICY if path.startswith("/report/") else _POLICY
         added = {
-            "content-security-policy": policy,
+            "content-security-policy": _REPORT_POLICY if path.startswith("/report/") else _POLICY,
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
             "cross-origin-resource-policy": "same-origin",
@@ -296,7 +300,7 @@ class Guard:
         return [(name.encode(), value.encode()) for name, value in added.items()]
 
 
-def _allowed(method: str, path: str) -> bool:
+def _is_allowed(method: str, path: str) -> bool:
     """Whether the page asks for a path."""
     pattern = _PATHS.get("GET" if method == "HEAD" else method)
     return pattern is not None and pattern.fullmatch(path) is not None and ".." not in path

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
-from typing import Any
 
 from ..errors import OpenQuantError
 from ..fit.result import FitTable
@@ -22,7 +21,7 @@ from ..plan.layout import PlanLine
 from ..plan.plan import Plan
 from ..plan.serving import Fit, Serving
 from ..plan.static_scales import CACHED
-from ..report.cells import gigabytes, per_cent, short, shorten, terminal
+from ..report.cells import gigabytes, optional, or_dash, per_cent, short, shorten, terminal
 from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
 
 # Most norms and biases that have lines of their own in a page's table of weights.
@@ -79,33 +78,26 @@ def plan_html(plan: Plan, model: str) -> str:
     Returns:
         A `section` with headings of the third level.
     """
-    before, after = summary.source_bytes(plan), summary.output_bytes(plan)
+    before = summary.source_bytes(plan)
+    after = summary.output_bytes(plan)
     sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
 
     facts = [
         ("Model", model),
         ("Architecture", plan.model.name),
         ("Size", f"{gigabytes(before)} before, {gigabytes(after)} after ({per_cent(after, before)})"),
-        ("Quantized", _quantized(plan)),
-        ("Engines that load it", _engines(plan)),
-        ("GPUs that can share it", sizes),
+        ("Quantized", _say_quantized(plan)),
     ]
-    facts = facts if plan.quantization_config else facts[:4]
+    if plan.quantization_config:
+        facts += [("Engines that load it", _engines(plan)), ("GPUs that can share it", sizes)]
+
+    rows = "".join(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts)
+    html = f'<section class="oq"><h3>Plan</h3><dl>{rows}</dl>{_notes(plan.notes)}'
 
     serving = summary.serving(plan)
-    parts = [
-        '<section class="oq"><h3>Plan</h3>',
-        "<dl>",
-        *(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts),
-        "</dl>",
-        _notes(plan.notes),
-        *([_serving_table(*serving)] if serving else []),
-        "<details><summary>What becomes of the weights</summary>",
-        _weights_table(plan),
-        "</details></section>",
-    ]
-
-    return "".join(parts)
+    if serving:
+        html += _serving_table(*serving)
+    return f"{html}<details><summary>What becomes of the weights</summary>{_weights_table(plan)}</details></section>"
 
 
 def fit_html(found: FitTable) -> str:
@@ -134,7 +126,9 @@ def _advice(found: FitTable) -> str:
 
     if found.command is None:
         reason = f"<p>{text_html(nothing_fits(found, found.targets[0]))}</p>"
-        return reason if found.instead is None else f"{reason}<p>This fits:</p>{command_html(found.instead)}"
+        if found.instead is None:
+            return reason
+        return f"{reason}<p>This fits:</p>{command_html(found.instead)}"
 
     parts = [f"<p>The best scheme that fits is <strong>{text_html(str(found.best))}</strong>:</p>"]
     parts.append(command_html(found.command))
@@ -153,8 +147,9 @@ def _advice(found: FitTable) -> str:
     return "".join(parts)
 
 
-def _quantized(plan: Plan) -> str:
-    count, share = summary.quantized_tensors(plan), per_cent(summary.quantized_bytes(plan), summary.source_bytes(plan))
+def _say_quantized(plan: Plan) -> str:
+    count = summary.quantized_tensors(plan)
+    share = per_cent(summary.quantized_bytes(plan), summary.source_bytes(plan))
     if not count:
         return summary.description(plan)
     return f"{count} layers, {share} of the bytes: {summary.description(plan)}"
@@ -163,7 +158,9 @@ def _quantized(plan: Plan) -> str:
 def _engines(plan: Plan) -> str:
     refusal = sglang_refusal(plan.entry, plan.decisions)
     names = " and ".join(summary.engines(plan))
-    return names if refusal is None else f"{names}; SGLang does not: {refusal.why}"
+    if refusal is None:
+        return names
+    return f"{names}; SGLang does not: {refusal.why}"
 
 
 def _serving_table(source: Serving, output: Serving) -> str:
@@ -171,34 +168,54 @@ def _serving_table(source: Serving, output: Serving) -> str:
     heads = ["each GPU has", "GPUs before", "tokens before", "GPUs after", "tokens after", "with an FP8 cache"]
     rows = []
     for before, after in zip(source.fits, output.fits, strict=True):
-        fp8 = "-" if after.tokens_fp8 is None else short(after.tokens_fp8)
-        rows.append([f"{after.gpu_gb} GB", *_fewest(before), *_fewest(after), fp8])
-    unknown = output.unknown or source.unknown
-    known = f"<p>How many tokens fit is not known: {text_html(unknown)}</p>" if unknown else ""
+        rows.append([f"{after.gpu_gb} GB", *_fewest(before), *_fewest(after), short(after.tokens_fp8)])
+    unknown = text_html(output.unknown or source.unknown or "")
     caption = "GPUs before and after: the fewest that serve it, and the tokens of all sequences that they hold"
-    return _table(caption, heads, rows, numbers=range(1, len(heads))) + known
+    table = _table(caption, heads, rows, numbers=range(1, len(heads)))
+    return table + optional("<p>How many tokens fit is not known: {}</p>", unknown)
 
 
 def _fewest(fit: Fit) -> tuple[str, str]:
-    gpus = "-" if fit.gpus is None else str(fit.gpus)
-    return gpus, "-" if fit.tokens_bf16 is None else short(fit.tokens_bf16)
+    return or_dash("{}", fit.gpus), short(fit.tokens_bf16)
 
 
 def _weights_table(plan: Plan) -> str:
     rows = [
         [
-            shorten(", ".join(collapse(line["names"])), MOST_LETTERS),
-            gigabytes(line["bytes_before"]),
-            gigabytes(line["bytes_after"]),
-            line["scheme"] or ("bfloat16" if line["decoded"] else "as it is"),
-            " x ".join(map(str, line["shape"])),
-            shorten(line["why"], MOST_LETTERS),
+            shorten(", ".join(collapse(line.names)), MOST_LETTERS),
+            gigabytes(line.bytes_before),
+            gigabytes(line.bytes_after),
+            _stored_in(line),
+            " x ".join(map(str, line.shape)),
+            shorten(line.why, MOST_LETTERS),
         ]
-        for line in weight_lines(plan.lines)
+        for line in _join_norms(plan.lines)
     ]
 
     heads = ["layers", "before", "after", "stored in", "shape", "why"]
     return _table("Layers that are alike share a row", heads, rows, numbers=(1, 2))
+
+
+def _stored_in(line: PlanLine) -> str:
+    if line.scheme:
+        return line.scheme.name
+    if line.decoded:
+        return "bfloat16"
+    return "as it is"
+
+
+def _join_norms(lines: Sequence[PlanLine]) -> Sequence[PlanLine]:
+    """Make one line of many norms and biases that stay as they are."""
+    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
+    small = [line for line in small if line.why != CACHED]
+
+    count = sum(len(line.names) for line in small)
+    if count <= MOST_NORMS:
+        return lines
+    before = sum(line.bytes_before for line in small)
+    after = sum(line.bytes_after for line in small)
+    together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
+    return [*(line for line in lines if line not in small), together]
 
 
 def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int]) -> str:
@@ -226,37 +243,4 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], nu
 
 
 def _notes(notes: Iterable[str]) -> str:
-    lines = "".join(f"<li>{text_html(note)}</li>" for note in notes)
-    return f"<ul>{lines}</ul>" if lines else ""
-
-
-def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
-    """Make the lines of a page's table of weights. Many norms and biases that stay as they are become one line.
-
-    Args:
-        lines: the lines of a plan.
-
-    Returns:
-        For each line the keys names, scheme, decoded, shape, bytes_before, bytes_after and why.
-    """
-    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
-    small = [line for line in small if line.why != CACHED]
-
-    count = sum(len(line.names) for line in small)
-    if count > MOST_NORMS:
-        before, after = (sum(getattr(line, name) for line in small) for name in ("bytes_before", "bytes_after"))
-        together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
-        lines = [*(line for line in lines if line not in small), together]
-
-    return [
-        {
-            "names": line.names,
-            "scheme": line.scheme.name if line.scheme else None,
-            "decoded": line.decoded,
-            "shape": line.shape,
-            "bytes_before": line.bytes_before,
-            "bytes_after": line.bytes_after,
-            "why": line.why,
-        }
-        for line in lines
-    ]
+    return optional("<ul>{}</ul>", "".join(f"<li>{text_html(note)}</li>" for note in notes))

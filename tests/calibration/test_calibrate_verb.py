@@ -36,14 +36,14 @@ class RecordingReporter(Reporter):
         self.lines: list[str] = []
         self.notes: tuple[str, ...] = ()
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         self.lines.append(about)
 
-    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
         del unit
         self.lines.append(f"{done} of {total}")
 
-    def planned(self, plan: Plan, *_: Any) -> None:
+    def on_plan(self, plan: Plan, *_: Any) -> None:
         self.lines.append("planned")
         self.notes = plan.notes
 
@@ -384,7 +384,7 @@ def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, subtests: pytes
                     other_byte(left.pop())
 
             reporter = Reporter()
-            reporter.progressed = change  # type: ignore[method-assign]
+            reporter.on_progress = change  # type: ignore[method-assign]
             with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
                 if verb == "calibrate":
                     calibrate(source, tmp_path / "x", reporter=reporter, **SMALL)

@@ -47,7 +47,7 @@ class RecordingReporter(Reporter):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         self.lines.append(about)
 
 
@@ -131,7 +131,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
 
     class Changing(RecordingReporter):
-        def started(self, total: int, done: int) -> None:
+        def on_start(self, total: int, done: int) -> None:
             del total, done
             for path in source.glob("*.safetensors"):
                 os.utime(path, ns=(1, 1))
@@ -189,12 +189,12 @@ class Stopping(RecordingReporter):
         super().__init__()
         self.folder, self.late = folder, late
 
-    def progressed(self, done: int, total: int) -> None:
+    def on_progress(self, done: int, total: int) -> None:
         del done, total
         if not self.late and list(self.folder.glob("*.passes")):
             raise Stopped
 
-    def started(self, total: int, done: int) -> None:
+    def on_start(self, total: int, done: int) -> None:
         del total, done
         raise Stopped
 
@@ -206,7 +206,7 @@ class Watching(RecordingReporter):
         super().__init__()
         self.folder, self.stamps = folder, dict[str, int]()
 
-    def started(self, total: int, done: int) -> None:
+    def on_start(self, total: int, done: int) -> None:
         del total, done
         self.stamps = stamps(self.folder)
 

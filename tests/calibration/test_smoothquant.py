@@ -397,10 +397,10 @@ class Killed(Exception):
 class Killing(Reporter):
     """Ends a run once most of it is converted."""
 
-    def started(self, total: int, done: int) -> None:
+    def on_start(self, total: int, done: int) -> None:
         self.left = total * 3 // 4 - done
 
-    def advanced(self, nbytes: int) -> None:
+    def on_advance(self, nbytes: int) -> None:
         self.left -= nbytes
         if self.left < 0:
             raise Killed

@@ -173,7 +173,7 @@ def test_callers_from_python_have_the_same_rule(place: Path) -> None:
 
 def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Writes(Reporter):
-        def noted(self, about: str) -> None:  # noqa: ARG002
+        def on_note(self, about: str) -> None:  # noqa: ARG002
             (place / "c.safetensors").write_text("mine")
 
     with pytest.raises(UsageError, match=r"-o c\.safetensors exists and is not a calibration"):

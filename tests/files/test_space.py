@@ -45,7 +45,7 @@ def test_needs_on_one_file_system_add_up(disk: Path, tmp_path: Path) -> None:
 class NoPass(Reporter):
     """Refuses that a pass over texts begins."""
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         raise AssertionError(about)
 
 

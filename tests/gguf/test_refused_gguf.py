@@ -236,7 +236,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
     write_gguf(tmp_path / "m.gguf")
 
     class Truncates(openquant.Reporter):
-        def planned(self, *_: object) -> None:
+        def on_plan(self, *_: object) -> None:
             with (tmp_path / "m.gguf").open("r+b") as file:
                 file.truncate(100_000)
 

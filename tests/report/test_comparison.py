@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
-from openquant.report.charts import STYLE
-from openquant.report.comparison import by_kl, comparison, draw_comparison, names_in_picture, on_frontier
+from openquant.report.charts import STYLE, by_kl, comparison, draw_comparison, names_in_picture, on_frontier
 from openquant.report.figure import draw_picture
 from support.evaluation_files import EVIL, evaluation, several
 

@@ -61,7 +61,7 @@ def planned(*asked):
 
 
 class Keeper(Reporter):
-    def planned(self, plan, *_):
+    def on_plan(self, plan, *_):
         self.plan = plan
 
 

@@ -16,7 +16,7 @@ from openquant.weights.statistics import Calibration, InputStatistics
 class Planned(Reporter):
     """Keeps the plan that is carried out."""
 
-    def planned(self, plan: Plan, *_: Any) -> None:
+    def on_plan(self, plan: Plan, *_: Any) -> None:
         self.plan = plan
 
 

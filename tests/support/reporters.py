@@ -19,10 +19,10 @@ class Told(Reporter):
         self.notes: list[str] = []
         self.steps: list[tuple[int, int]] = []
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         self.notes.append(about)
 
-    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
         del unit
         self.steps.append((done, total))
         self.then(done, total)

@@ -15,7 +15,7 @@ from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
 from openquant.formats.quantization import check_config_values
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS
-from openquant.verification.configs import judge_config
+from openquant.verification.checks import judge_config
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
