@@ -240,7 +240,7 @@ def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:
 def _report_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> None:
     """Report the bytes of the source, and how many of them an earlier run has converted."""
     plan, left = writing.prepared.plan, {*(work.unfinished or ()), *(shard.name for shard in outdated)}
-    sizes = {shard.name: plan.layout.consumed(shard.name) for shard in plan.layout.shards}
+    sizes = {shard.name: plan.layout.count_source_bytes(shard.name) for shard in plan.layout.shards}
     writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
 
 

@@ -369,10 +369,10 @@ def shell_word(path: str) -> str:
     if word.isprintable():
         return shlex.quote(word)
     # The quoting of bash and zsh for control characters: $'a\x0ab'.
-    return f"$'{''.join(map(_escaped, word))}'"
+    return f"$'{''.join(map(_escape, word))}'"
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     if letter in "'\\":
         return f"\\{letter}"
     return letter if letter.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter))

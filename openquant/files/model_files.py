@@ -140,7 +140,7 @@ def _code(names: Collection[str], known: Iterable[str], read: Read) -> set[str]:
     """Modules that `auto_map` of a config names, and what they import from beside them."""
     modules = {name for name in names if name.endswith(".py")}
     configs = (name for name in known if "/" not in name and name.endswith("config.json")) if modules else ()
-    left = [f"{module}.py" for name in configs for module in _auto_map(_parsed(read(name)))] + [_GENERATE]
+    left = [f"{module}.py" for name in configs for module in _auto_map(_parse(read(name)))] + [_GENERATE]
     found: set[str] = set()
     while left:
         name = left.pop()
@@ -148,7 +148,7 @@ def _code(names: Collection[str], known: Iterable[str], read: Read) -> set[str]:
             continue
         found.add(name)
         folder = name[: name.rfind("/") + 1]
-        left += [f"{folder}{module}.py" for module in _imported(read(name).decode(errors="replace"))]
+        left += [f"{folder}{module}.py" for module in _find_imports(read(name).decode(errors="replace"))]
     return found
 
 
@@ -164,7 +164,7 @@ def _auto_map(config: Any) -> Iterator[str]:
             yield from (str(each).rpartition(".")[0] for each in classes)
 
 
-def _imported(code: str) -> Iterator[str]:
+def _find_imports(code: str) -> Iterator[str]:
     """Modules that relative imports name: `from .a import b`, `from . import a, b`, `import .a`."""
     for module, members in re.findall(r"^\s*(?:from|import)\s+\.(\w*)(?:\s+import\s+([\w, ]+))?", code, re.MULTILINE):
         yield from [module] if module else re.findall(r"\w+", members)
@@ -172,7 +172,7 @@ def _imported(code: str) -> Iterator[str]:
 
 def _module_weights(names: Collection[str], read: Read) -> set[str]:
     """Weights in the folders that modules.json names."""
-    modules = _parsed(read("modules.json")) if "modules.json" in names else None
+    modules = _parse(read("modules.json")) if "modules.json" in names else None
     found: set[str] = set()
     for module in modules if isinstance(modules, list) else ():
         folder = module.get("path") if isinstance(module, dict) else None
@@ -195,7 +195,7 @@ def _adapters(names: Collection[str], read: Read) -> set[str]:
     in a folder that it names, such as vision-lora for its "vision_lora" (Phi-4-multimodal).
     """
     configs = [name for name in names if name.rpartition("/")[2] == _ADAPTER_CONFIG]
-    config = _parsed(read("config.json"))
+    config = _parse(read("config.json"))
     if not isinstance(config, dict):
         return set()
     beside = {name for name in names if is_adapter(name)}
@@ -234,7 +234,7 @@ def _shown(names: Collection[str], read: Read) -> set[str]:
     return {name for name in shown if name in card}
 
 
-def _parsed(data: bytes) -> Any:
+def _parse(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

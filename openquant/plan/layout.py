@@ -331,7 +331,7 @@ class Layout:
 
         return sources
 
-    def consumed(self, shard: str) -> int:
+    def count_source_bytes(self, shard: str) -> int:
         """Return how many bytes of the source an output shard is made from, scales in other shards included.
 
         Layers in other shards that are only read for a scale they share do not count.

@@ -40,7 +40,7 @@ from .parts import (
     STREAMS,
     LayerPart,
     attention,
-    gated,
+    gated_mlp,
     model,
     plain,
 )
@@ -117,7 +117,7 @@ ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 STABLELM = model(
     "StableLmForCausalLM",
     attention(listed_as="qkv_proj"),
-    gated(".mlp", listed_as="gate_up_proj"),
+    gated_mlp(".mlp", listed_as="gate_up_proj"),
     sglang=PLAIN_ATTENTION,
 )
 
@@ -134,7 +134,7 @@ GEMMA4 = model(
     ),
     MLP,
     replace(
-        gated(".experts.*", sglang=None),
+        gated_mlp(".experts.*", sglang=None),
         experts=(
             ExpertLayout(
                 ".experts",
@@ -250,7 +250,7 @@ GPT_J = model(
 EXAONE = model(
     "ExaoneForCausalLM",
     attention("out_proj", path=".attn.attention"),
-    gated(".mlp", "c_fc_0", "c_fc_1", "c_proj"),
+    gated_mlp(".mlp", "c_fc_0", "c_fc_1", "c_proj"),
     layers="transformer.h.*",
     keep=(Keep("transformer.wte", "embedding", divided=True),),
     spellings=(("transformer.", "model."),),
@@ -292,7 +292,7 @@ IQUEST_LOOP = model(
         attention(listed_as="qkv_proj"),
         cached=(CachedRows(".self_attn.{k,v}_proj", KV_HEADS, passes=("loop_num",), later_window="loop_window_size"),),
     ),
-    gated(".mlp", listed_as="gate_up_proj"),
+    gated_mlp(".mlp", listed_as="gate_up_proj"),
     keep=(Keep("model.gate_projections.*", "gates of a row per head", divided=True),),
     # :311
     spellings=(("model.gate_projections.*", "model.gate_projections.*.gate_proj"),),

@@ -29,10 +29,10 @@ from .parts import (
     STREAMS,
     LayerPart,
     attention,
-    gated,
+    gated_mlp,
     model,
     plain,
-    routed,
+    routed_experts,
 )
 
 CONVOLUTION = "convolution"
@@ -172,8 +172,8 @@ KIMI_LINEAR = model(
     LATENT,
     KIMI_DELTA,
     MLP,
-    gated(".block_sparse_moe.shared_experts"),
-    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    gated_mlp(".block_sparse_moe.shared_experts"),
+    routed_experts(".block_sparse_moe.experts", "w1", "w3", "w2"),
 )
 
 # vLLM models/glm5next/common/model.py:397 and models/glm5next/common/kda.py:211 build all attention without
@@ -270,8 +270,8 @@ JAMBA = model(
         ),
         states=(RecurrentState(".mamba.conv1d", ("mamba_expand", "hidden_size", "mamba_d_state")),),
     ),
-    gated(".feed_forward"),
-    routed(".feed_forward.experts", router=".feed_forward.router"),
+    gated_mlp(".feed_forward"),
+    routed_experts(".feed_forward.experts", router=".feed_forward.router"),
     renames=((".self_attn.", "."),),
     # models/jamba.py:426
     head_refused=BUILT_UNQUANTIZED,
@@ -284,7 +284,7 @@ FALCON_H1 = model(
     "FalconH1ForCausalLM",
     ATTENTION,
     MAMBA2,
-    gated(".feed_forward"),
+    gated_mlp(".feed_forward"),
     renames=((".self_attn.", "."), (".mamba.", ".mixer."), (".feed_forward.", ".mlp.")),
     beyond=((".mamba.", "model.{}.mixer."),),
     # models/falcon_h1.py:597
@@ -300,13 +300,15 @@ LFM2_MIXERS = (
         states=(RecurrentState(".conv.conv"),),
     ),
 )
-LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE)
+LFM2 = model(
+    "Lfm2ForCausalLM", *LFM2_MIXERS, gated_mlp(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE
+)
 LFM2_MOE = model(
     "Lfm2MoeForCausalLM",
     *LFM2_MIXERS,
-    gated(".feed_forward", "w1", "w3", "w2"),
+    gated_mlp(".feed_forward", "w1", "w3", "w2"),
     # vLLM models/lfm2_moe.py builds the router with quant_config.
-    routed(".feed_forward.experts", "w1", "w3", "w2"),
+    routed_experts(".feed_forward.experts", "w1", "w3", "w2"),
     cache_refused=NAMELESS_CACHE,
     # SGLang models/lfm2_moe.py.
     renames=tuple(

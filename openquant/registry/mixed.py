@@ -20,7 +20,7 @@ from .architecture import (
 from .experts import ROUTED
 from .hybrid import EITHER
 from .latent import DEEPSEEK_V3
-from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
+from .parts import KV_HEADS, MLP, attention, gated_mlp, model, routed_experts, wrap
 
 # Layers with a window have another number of KV heads (vLLM models/mimo_v2.py:345-395).
 MIMO_V2_FLASH = model(
@@ -61,7 +61,7 @@ MIMO_V2 = replace(
 
 # Stacks [E, out, in] of one projection each, siblings of the router. vLLM (models/step3p5.py:683) also reads separate
 # experts, below `moe.experts`.
-STEP_EXPERTS = routed(
+STEP_EXPERTS = routed_experts(
     ".moe.experts",
     experts=ExpertLayout(
         ".moe.experts",
@@ -74,7 +74,7 @@ STEP3P5 = model(
     "Step3p5ForCausalLM",
     replace(attention(), cached=(CachedRows(".self_attn.{k,v}_proj", GROUPS),)),
     MLP,
-    gated(".share_expert"),
+    gated_mlp(".share_expert"),
     STEP_EXPERTS,
     keep=(Keep(".self_attn.g_proj", "a gate for each head", divided=True),),
     draft_layers="num_hidden_layers",
@@ -84,7 +84,7 @@ STEP3P5 = model(
 )
 # Files use one of two spellings for all names. vLLM builds the tower with quant_config, under other names
 # (models/step3p7.py:34), and before the language model defines the members of qkv_proj.
-STEP3P7 = wrapped(
+STEP3P7 = wrap(
     STEP3P5,
     "Step3p7ForConditionalGeneration",
     "vision_model",
@@ -100,7 +100,7 @@ STEP3P7 = wrapped(
 )
 
 # vLLM models/kimi_k25.py:311.
-KIMI_K25 = wrapped(
+KIMI_K25 = wrap(
     DEEPSEEK_V3,
     "KimiK25ForConditionalGeneration",
     "vision_tower",
@@ -112,7 +112,7 @@ KIMI_K25 = wrapped(
 )
 
 # vLLM builds everything around the language model without quantization (models/kimi_vl.py:325-334).
-KIMI_VL = wrapped(
+KIMI_VL = wrap(
     DEEPSEEK_V3,
     "KimiVLForConditionalGeneration",
     "vision_tower",
@@ -138,8 +138,8 @@ MINIMAX_M3 = model(
     "",
     M3_ATTENTION,
     MLP,
-    gated(".block_sparse_moe.shared_experts"),
-    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    gated_mlp(".block_sparse_moe.shared_experts"),
+    routed_experts(".block_sparse_moe.experts", "w1", "w3", "w2"),
     refused=(
         # models/minimax_m3/nvidia/model.py:975
         Refusal(
@@ -169,7 +169,7 @@ ENTRIES = (
     STEP3P7,
     KIMI_K25,
     KIMI_VL,
-    wrapped(
+    wrap(
         MINIMAX_M3,
         "MiniMaxM3SparseForConditionalGeneration",
         "vision_tower",

@@ -40,7 +40,7 @@ class LayerPart:
     states: tuple[RecurrentState, ...] = ()
 
 
-def gated(
+def gated_mlp(
     path: str,
     gate: str = "gate_proj",
     up: str = "up_proj",
@@ -84,7 +84,7 @@ def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> LayerPart:
     )
 
 
-def routed(
+def routed_experts(
     path: str,
     gate: str = "gate_proj",
     up: str = "up_proj",
@@ -105,7 +105,7 @@ def routed(
     Returns:
         Patterns of the experts' projections and the router, and how engines fuse and divide them.
     """
-    expert = gated(f"{path}.*", gate, up, down, sglang=None)
+    expert = gated_mlp(f"{path}.*", gate, up, down, sglang=None)
     kept = Keep(router or f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
     return replace(expert, experts=(experts or ExpertLayout(path),), keep=(kept,))
 
@@ -173,7 +173,7 @@ def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".s
 
 
 ATTENTION = attention()
-MLP = gated(".mlp")
+MLP = gated_mlp(".mlp")
 IF_ENABLED = SlidingWindows(enabled_by="use_sliding_window")
 PATTERN = "sliding_window_pattern"
 
@@ -245,7 +245,7 @@ FUSED_NAMES = (
 )
 
 
-def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Architecture:
+def wrap(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Architecture:
     """Return the entry of a multimodal wrapper, of which only the language model is quantized.
 
     Args:
