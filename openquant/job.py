@@ -19,11 +19,9 @@ from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.cards import card_of, metadata_notes, split_card
 from .files.checkpoint import Checkpoint, Stamp, readable
-from .files.destination import Needs
-from .files.journal import WeightFacts
-from .files.model_files import CARD_FILE
+from .files.destination import Needs, WeightFacts
+from .files.model_files import CARD_FILE, read_small
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
-from .files.small_files import read_small
 from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source, find_source

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from .patterns import compile_pattern
-from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
+from .registry import dense, experts, fused, hybrid, latent, multimodal
 from .registry.architecture import Architecture, FusedLayers
-from .registry.embeddings import EMBEDDINGS
 from .registry.parts import (
     ATTENTION,
+    EMBEDDINGS,
     GATE_UP_TENSOR,
     IGNORED_CACHE_SCALES,
     MLP,
@@ -36,7 +36,7 @@ MODELS: dict[str, Architecture] = {
             ignores_cache_scales=entry.name in IGNORED_CACHE_SCALES,
         ),
     )
-    for kind in (dense, fused, experts, latent, hybrid, mixed, multimodal)
+    for kind in (dense, fused, experts, latent, hybrid, multimodal)
     for entry in kind.ENTRIES
 }
 

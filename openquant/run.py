@@ -18,11 +18,10 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of
 from .files.checkpoint import Fingerprint, Stamp, open_checkpoint, readable
+from .files.destination import output_errors
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
-from .files.journal import output_errors
-from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
+from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, read_small
 from .files.output import REPLACE, Claim
-from .files.small_files import read_small
 from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
 from .hub.fetch import ShardSupply

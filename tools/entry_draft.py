@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from openquant.patterns import template
-from openquant.registry.architecture import EMBEDDING, HEAD, ROUTER, Architecture, FusedLayers, Keep, ParallelSplit
+from openquant.registry.architecture import (
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    Architecture,
+    FusedLayers,
+    Keep,
+    ModuleRules,
+    ParallelSplit,
+    is_head,
+)
 from openquant.registry.parts import HEADS, LayerPart, attention, gated_mlp, model, plain
-from openquant.registry.rules import ModuleRules, is_head
 from vllm_probe.client import EngineAnswer
 from vllm_probe.modules import (
     EMBEDDING_LAYER,

@@ -10,9 +10,8 @@ from pathlib import Path
 import shtab
 
 from ..errors import UsageError
-from ..files.destination import write_atomic
-from ..files.journal import output_errors
-from ..files.small_files import read_small
+from ..files.destination import output_errors, write_atomic
+from ..files.model_files import read_small
 from .arguments import SHELLS, compress_parser, verb_parser
 
 

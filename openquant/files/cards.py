@@ -15,9 +15,8 @@ from typing import Any
 import yaml
 
 from .checkpoint import Checkpoint, readable
-from .journal import WeightFacts, facts_in, read_journal
-from .model_files import CARD_FILE
-from .small_files import MAX_SMALL, read_small
+from .destination import WeightFacts, facts_in, read_journal
+from .model_files import CARD_FILE, MAX_SMALL, read_small
 
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")

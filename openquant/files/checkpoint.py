@@ -24,19 +24,24 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .model_files import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, belonging, left_out_part
-from .small_files import (
+from .model_files import (
+    CARD_FILE,
+    INDEX_FILE,
+    JOURNAL_FILE,
     MAX_INDEX,
     MAX_POINTER,
     MAX_SMALL,
+    SINGLE_FILE,
+    belonging,
     file_sha256,
+    left_out_part,
     open_regular,
     parse_json,
     read_small,
     refuse_pointer,
     short_repr,
 )
-from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
+from .shardfile import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 

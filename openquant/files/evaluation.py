@@ -19,8 +19,7 @@ from ..errors import SourceError
 from .cards import shell_word
 from .checkpoint import Checkpoint, Fingerprint, readable
 from .destination import FileKind
-from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
-from .small_files import MAX_SMALL, parse_json, read_small, short_repr
+from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE, MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"
 # Longest list, and characters of the longest text.

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError
-from .destination import existing_parent, require_space
-from .journal import (
+from .destination import (
     ELSEWHERE,
     FORMAT,
     LOCK,
@@ -38,15 +37,16 @@ from .journal import (
     WORK,
     Provenance,
     WeightFacts,
+    existing_parent,
     is_work,
     list_output,
     output_errors,
     read_journal,
+    require_space,
     short_name,
 )
-from .model_files import EVALUATION_FILES
+from .model_files import EVALUATION_FILES, open_regular
 from .model_files import JOURNAL_FILE as JOURNAL
-from .small_files import open_regular
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 _MOVE = "move it away, or choose another directory with -o"

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..version import install_hint
 from .numbers import E2M1, E4M3, INT8, Codes, Floats, Number, nearest_bfloat16
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..files.tensors import DTYPE_BITS
+from ..files.shardfile import DTYPE_BITS
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError, SourceError, UsageError
-from ..files.journal import output_errors
-from ..files.model_files import EVAL_FILE, JOURNAL_FILE, left_out_part
-from ..files.small_files import open_regular
+from ..files.destination import output_errors
+from ..files.model_files import EVAL_FILE, JOURNAL_FILE, left_out_part, open_regular
 from ..threads import FirstFailure
 from .error_mapping import source_errors
 from .source import HubFile, Source, find_source, silent, with_retries

@@ -29,9 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
-from ..files.journal import PUSHED, WORK, output_errors
-from ..files.model_files import CARD_FILE, EVAL_FILE, EVALUATION_FILES, INDEX_FILE, SINGLE_FILE, is_adapter
-from ..files.small_files import file_sha256, parse_json, read_small
+from ..files.destination import PUSHED, WORK, output_errors
+from ..files.model_files import (
+    CARD_FILE,
+    EVAL_FILE,
+    EVALUATION_FILES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    file_sha256,
+    is_adapter,
+    parse_json,
+    read_small,
+)
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__

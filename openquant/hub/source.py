@@ -34,8 +34,7 @@ from ..files.checkpoint import (
     stamps_of,
 )
 from ..files.gguf import read_gguf_header
-from ..files.model_files import INDEX_FILE, SINGLE_FILE, deciding, left_out_part
-from ..files.small_files import file_sha256, read_small, similar_path
+from ..files.model_files import INDEX_FILE, SINGLE_FILE, deciding, file_sha256, left_out_part, read_small, similar_path
 from ..formats.format import ggml_types
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import in_thread

@@ -15,8 +15,7 @@ from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
 from ..formats.schemes import INT8_W8A16, Scheme
 from ..patterns import collapse, compile_pattern
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_embedding, is_head
+from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.statistics import Calibration
 from ..weights.weight import Weight
 from .architecture import fused_parts, why_indivisible, why_not_reordered

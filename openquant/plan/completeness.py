@@ -5,7 +5,7 @@
     misfits    # ["hidden_size is 512, and lm_head.weight is [512, 256]"]
 
 Engines do not check that in quantized models: vLLM loads one that lacks a layer, and computes noise. What the class has
-is data (registry/class_tensors.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
+is data (registry/architecture.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
 the same in all tensors that have it.
 
 Last, tokens of a tokenizer that have no row in the input embedding: engines read whatever lies behind it.
@@ -23,14 +23,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import SourceError
-from ..files.small_files import MAX_INDEX, parse_json, read_small, short_repr
-from ..files.tensors import TensorInfo
+from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
+from ..files.shardfile import TensorInfo
 from ..patterns import collapse
-from ..registry.architecture import EMBEDDING, HEAD, MTP_LAYER, TASK_HEAD, TOWER
-from ..registry.class_tensors import ANY, ClassTensors, LayerList, TensorRule, find_class_tensors
-from ..registry.rules import ModuleRules
-from .architecture import config_value
-from .sort import Stored, mtp_layer_finder, under_stored_names
+from ..registry.architecture import (
+    ANY,
+    EMBEDDING,
+    HEAD,
+    MTP_LAYER,
+    TASK_HEAD,
+    TOWER,
+    ClassTensors,
+    LayerList,
+    ModuleRules,
+    TensorRule,
+    find_class_tensors,
+)
+from .architecture import Stored, config_value, mtp_layer_finder, under_stored_names
 
 _Value = TypeVar("_Value")
 # How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.

@@ -13,13 +13,11 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ..errors import PlanError
-from ..files.shardfile import TensorPlace
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo, TensorPlace
 from ..formats.numbers import with_fp8_cache
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_embedding, is_head, is_table
+from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head, is_table
 from ..weights.statistics import Calibration, PlaceholderCalibration
 from ..weights.weight import UNDECIDED, Weight, WeightTransforms
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
+from ..files.shardfile import DTYPE_BITS, Location, TensorInfo, make_header
 from ..formats.format import Format
 from ..formats.schemes import Scheme
 from ..weights.weight import Weight

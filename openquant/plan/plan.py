@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..files.journal import Provenance
+from ..files.destination import Provenance
 from ..files.shardfile import TensorPlace
 from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
 from ..formats.names import UNCHANGED
@@ -34,12 +34,18 @@ from ..formats.quantization import Quantization, read_quantization
 from ..formats.schemes import KEPT_SCHEMES, Scheme
 from ..models import GENERIC
 from ..patterns import template
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_head
+from ..registry.architecture import Architecture, ModuleRules, is_head
 from ..version import __version__
 from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
-from .architecture import ParallelSize, check_parallel_sizes, find_architecture, known_architecture, text_config
+from .architecture import (
+    ParallelSize,
+    check_parallel_sizes,
+    find_architecture,
+    known_architecture,
+    sort_tensors,
+    text_config,
+)
 from .assign import (
     assign_schemes,
     check_options,
@@ -69,16 +75,19 @@ from .decisions import (
 )
 from .engines import (
     check_task_head,
+    engine_notes,
+    entry_notes,
+    left_behind,
+    output_notes,
     refuse_embedding,
     refuse_embedding_schemes,
     refuse_experts,
     refuse_head,
     refuse_nameless,
     refuse_schemes,
+    source_notes,
 )
 from .layout import Layout, PlanLine, plan_lines
-from .notes import engine_notes, entry_notes, left_behind, output_notes, source_notes
-from .sort import sort_tensors
 from .static_scales import (
     add_scales,
     expect_calibration,

@@ -15,19 +15,25 @@ from math import prod
 from typing import Any, TypedDict
 
 from ..files.checkpoint import Checkpoint
-from ..files.small_files import short_repr
+from ..files.model_files import short_repr
 from ..formats.format import Format
 from ..models import GENERIC
 from ..patterns import MAX_DIGITS, compile_pattern
-from ..registry.architecture import MTP_LAYER, CachedRows, RecurrentState, absolute_patterns
+from ..registry.architecture import MTP_LAYER, CachedRows, ModuleRules, RecurrentState, absolute_patterns
 from ..registry.parts import HEADS
-from ..registry.rules import ModuleRules
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
-from .architecture import ParallelSize, check_parallel_sizes, config_value, fused_parts, known_architecture, text_config
+from .architecture import (
+    ParallelSize,
+    check_parallel_sizes,
+    config_value,
+    fused_parts,
+    known_architecture,
+    mtp_layer_finder,
+    text_config,
+)
 from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor
 from .layout import PlanLine, plan_lines
-from .sort import mtp_layer_finder
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)

@@ -17,19 +17,18 @@ import numpy as np
 
 from ..errors import PlanError, SourceError
 from ..files.checkpoint import Checkpoint
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import FLOATS
 from ..formats.numbers import E4M3, FLAG, SCALES, cache_scales, scale_for
 from ..formats.schemes import Scheme
 from ..patterns import MAX_DIGITS, compile_pattern, template
-from ..registry.architecture import Architecture, absolute_patterns
-from ..registry.rules import ModuleRules
+from ..registry.architecture import Architecture, ModuleRules, absolute_patterns
 from ..version import SGLANG
 from ..weights.statistics import Calibration, PlaceholderCalibration, placeholder_calibration
 from ..weights.weight import Weight
+from .architecture import mtp_layer_finder
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions
 from .serving import layers_with_cache
-from .sort import mtp_layer_finder
 
 # Why a plan has such a scale, as it prints it.
 CACHED = "FP8 KV cache"

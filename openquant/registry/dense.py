@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import smoothing
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -21,9 +20,14 @@ from .architecture import (
 from .parts import (
     ATTENTION,
     BUILT_UNQUANTIZED,
+    DENSE_SMOOTHING,
     FORMATS,
     FUSED_NAMES,
     GATE_UP_TENSOR,
+    GEMMA2_SMOOTHING,
+    GEMMA3_SMOOTHING,
+    GEMMA_SMOOTHING,
+    GLM_SMOOTHING,
     HEAD_IN_BFLOAT16,
     HEADS,
     IF_ENABLED,
@@ -34,6 +38,7 @@ from .parts import (
     NO_SCALES,
     ONES_TAKEN,
     PATTERN,
+    PHI3_SMOOTHING,
     PLAIN_ATTENTION,
     SCALES_LOST,
     SEVERAL_CACHES,
@@ -62,16 +67,16 @@ WINDOWS = {
 
 # Where they are not those of Llama.
 SMOOTHING = {
-    "Gemma": smoothing.GEMMA,
-    "Gemma2": smoothing.GEMMA2,
-    "Gemma3": smoothing.GEMMA3,
+    "Gemma": GEMMA_SMOOTHING,
+    "Gemma2": GEMMA2_SMOOTHING,
+    "Gemma3": GEMMA3_SMOOTHING,
     # Norms follow the layers, or attention and MLP read the same norm.
     **dict.fromkeys(("Exaone4", "Olmo2", "Olmo3", "PanguEmbedded", "Rnj1", "VaultGemma", "Cohere", "Cohere2"), ()),
     # It clips queries, keys and values.
     "Olmo": (),
 }
 
-LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST, smoothing=smoothing.DENSE)
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST, smoothing=DENSE_SMOOTHING)
 DENSE = replace(LLAMA, sglang=SGLangLimits())
 
 # Qwen2 with an MTP layer under a name of its own. vLLM models/mimo_mtp.py:115 builds it as the layer after the last,
@@ -106,10 +111,10 @@ PHI3 = model(
     GATE_UP_TENSOR,
     renames=FUSED_NAMES,
     sglang=SCALES_LOST,
-    smoothing=smoothing.PHI3,
+    smoothing=PHI3_SMOOTHING,
 )
 
-GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:], smoothing=smoothing.GLM)
+GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:], smoothing=GLM_SMOOTHING)
 
 ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 
@@ -330,7 +335,7 @@ ENTRIES = (
     MIMO,
     PHI3,
     GLM4,
-    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR, smoothing=smoothing.GLM),
+    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR, smoothing=GLM_SMOOTHING),
     ARCEE,
     replace(ARCEE, name="ApertusForCausalLM"),
     *(replace(ARCEE, name=f"{name}ForCausalLM", sglang=NO_GROUPS) for name in ("Nemotron", "Jais2")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from . import smoothing
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -24,10 +23,13 @@ from .parts import (
     HEAD_IN_BFLOAT16,
     HEADS,
     IF_ENABLED,
+    MIXTRAL_SMOOTHING,
     MLP,
     NO_CACHE,
     NO_SCALES,
     PATTERN,
+    QWEN2_MOE_SMOOTHING,
+    QWEN3_MOE_SMOOTHING,
     SCALES_LOST,
     LayerPart,
     attention,
@@ -43,7 +45,7 @@ MIXTRAL = model(
     # SGLang models/mixtral.py:303.
     spellings=(("model.layers.", "layers."),),
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16),
-    smoothing=smoothing.MIXTRAL,
+    smoothing=MIXTRAL_SMOOTHING,
 )
 
 # vLLM models/phimoe.py; SGLang models/phimoe.py.
@@ -67,7 +69,7 @@ QWEN2_MOE = model(
     SHARED_EXPERT,
     ROUTED,
     windows=IF_ENABLED,
-    smoothing=smoothing.QWEN2_MOE,
+    smoothing=QWEN2_MOE_SMOOTHING,
 )
 
 QWEN3_MOE = model(
@@ -79,7 +81,7 @@ QWEN3_MOE = model(
     # vLLM models/qwen3_moe.py:170 builds the router with quant_config, so the router must be in the ignore list.
     ROUTED,
     windows=IF_ENABLED,
-    smoothing=smoothing.QWEN3_MOE,
+    smoothing=QWEN3_MOE_SMOOTHING,
 )
 
 # Stacked experts [E, 2I, H] and [E, H, I] are siblings of the module in which vLLM has them; split ones have the usual

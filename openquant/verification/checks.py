@@ -17,8 +17,7 @@ from ..formats.quantization import Quantization, quantization_places, read_quant
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_embedding, is_head
+from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.find import pairs
 from .configs import check_files, check_index, check_settings, config_differences
 from .headers import Findings, Headers, check_fused, check_head, check_listed, check_unlisted

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
-from ..files.shardfile import Bytes
-from ..files.tensors import TensorInfo
+from ..files.shardfile import Bytes, TensorInfo
 from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats, NonFinite, count_non_finite

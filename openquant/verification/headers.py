@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..files.checkpoint import Checkpoint
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import INPUT_SCALE
 from ..formats.quantization import IN_COLUMNS, Quantization
 from ..formats.schemes import Scheme
-from ..registry.architecture import NOT_LINEAR, ROUTER
-from ..registry.rules import ModuleRules, is_table
+from ..registry.architecture import NOT_LINEAR, ROUTER, ModuleRules, is_table
 from ..weights.weight import Weight
 
 # Last parts of the names of tensors that AWQ and GPTQ store beside the codes.

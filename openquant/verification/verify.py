@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
+from ..files.destination import WeightFacts, facts_in, read_journal
 from ..files.evaluation import find_evaluation
-from ..files.journal import WeightFacts, facts_in, read_journal
-from ..files.small_files import open_regular
-from ..files.tensors import TensorInfo
+from ..files.model_files import open_regular
+from ..files.shardfile import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, choose_shared_scale
 from ..formats.numbers import cache_scales, can_be_non_finite
@@ -36,8 +36,7 @@ from ..plan.architecture import find_architecture, known_architecture, text_conf
 from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
 from ..plan.decisions import PlanOptions, StoredLayout, gptq_weights
 from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules
+from ..registry.architecture import Architecture, ModuleRules
 from ..result import Reporter, lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config

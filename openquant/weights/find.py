@@ -13,11 +13,11 @@ Layouts:
                (compressed-tensors); or X.weight and X.weight_scale, multiplied by X.weight_scale_2 (modelopt)
     DeepSeek V4  FP8 as above with scales X.scale; experts in MXFP4, which its config.json does not say: X.weight int8
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
-    MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (packed_columns.py)
-    AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
+    MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (weight.py)
+    AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (weight.py)
     torchao    FP8 as X._weight_qdata and X._weight_scale
-    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (packed_columns.py)
-    Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
+    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (weight.py)
+    Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (weight.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
                [experts, out, in / 32, 16] and X_scales: two codes in a byte, the first lowest; unquantized these stacks
                are [experts, in, out] (transformers, integrations/mxfp4.py)
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.gguf import GgufTensor
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Blocks, Format, GgmlType, ggml_format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantization_places, read_quantization
@@ -47,8 +47,7 @@ from ..formats.schemes import MXFP4
 from ..models import find_entry
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
-from .packed_columns import DAMAGED, four_bits, name_and_type, packed_columns, per_rank_projections
-from .weight import Weight
+from .weight import DAMAGED, Weight, four_bits, name_and_type, packed_columns, per_rank_projections
 
 # modelopt's file beside config.json, from before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"

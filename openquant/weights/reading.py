@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import PlanError, SourceError
-from ..files.shardfile import Bytes, SourceFile
-from ..files.tensors import DTYPE_BITS, Location, TensorInfo
+from ..files.shardfile import DTYPE_BITS, Bytes, Location, SourceFile, TensorInfo
 from ..formats import kernels
 from ..formats.format import LARGEST_GLOBAL_SCALE, Format, GgmlType, decode_blocks, grid_of
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import BITSANDBYTES, CODES, Floats
 from ..formats.schemes import Scheme
-from .packed_columns import SMALLEST_NESTED, STRIP, ColumnReader, bitsandbytes_scales, check_bitsandbytes
-from .weight import Extent, Weight
+from .weight import SMALLEST_NESTED, STRIP, ColumnReader, Extent, Weight, bitsandbytes_scales, check_bitsandbytes
 
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.

@@ -22,8 +22,8 @@ import numpy as np
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.destination import FileKind
-from ..files.small_files import parse_json, read_small
-from ..files.tensors import MAX_HEADER
+from ..files.model_files import parse_json, read_small
+from ..files.shardfile import MAX_HEADER
 from ..formats.numbers import Floats
 
 SUFFIX = ".calibration.safetensors"
