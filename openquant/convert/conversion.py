@@ -104,10 +104,13 @@ def worker_memory(plan: Plan, device: str) -> int:
         piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
         largest_piece = max(largest_piece, piece)
         # A weight that is decoded and transposed is in memory as a whole, in bfloat16.
-        transposed = weight.shape[0] * weight.shape[1] * 2 if weight.decodes_transposed else 0
-        temporary = max(temporary, decoding + transposed)
+        if weight.decodes_transposed:
+            decoding += weight.shape[0] * weight.shape[1] * 2
+        temporary = max(temporary, decoding)
     # torch allocates pinned memory in powers of two.
-    buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
+    buffer = largest_piece
+    if device != "cpu":
+        buffer = 1 << (largest_piece + ALIGNMENT - 1).bit_length()
     # One buffer for reading, two for writing.
     return 3 * buffer + temporary + KERNEL_MEMORY
 
@@ -121,7 +124,10 @@ def worth_compiling(plan: Plan) -> bool:
     searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
     passthrough = (kept.weight for kept in plan.decisions.passthrough if kept.weight is not None)
     num_weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *passthrough))
-    return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
+    enough = LARGE
+    if searches:
+        enough //= 4
+    return num_weights >= enough and find_spec("numba") is not None
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,9 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
 def _lost_layers(file: SourceFile, job: Encode) -> Iterator[str]:
     """Yield modules of which a finished shard shows that nearly all codes stand for zero."""
     fmt = job.scheme.format
-    for piece in job.pieces if fmt.zero_point is None else ():
+    if fmt.zero_point is not None:
+        return
+    for piece in job.pieces:
         lost = LostWeights(fmt, piece.weight.shape[0])
         pitch = fmt.number.nbytes(piece.weight.shape[1])
         codes = np.empty((len(lost.rows), pitch), np.uint8)
@@ -264,7 +272,9 @@ def _lost_layers(file: SourceFile, job: Encode) -> Iterator[str]:
 
 def _name(weight: Weight) -> str:
     """Return the name under which an unquantized weight is written."""
-    return weight.source.name if weight.expert < 0 else f"{weight.module}.weight"
+    if weight.expert < 0:
+        return weight.source.name
+    return f"{weight.module}.weight"
 
 
 class _Stopped(Exception):
@@ -490,7 +500,9 @@ class _Worker:
             source.read(raw, job.offset, job.label)
         scale = scale_values(raw, job.dtype)
         check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
-        file.write(np.float32(1) / scale if job.inverse else scale, job.target)
+        if job.inverse:
+            scale = np.float32(1) / scale
+        file.write(scale, job.target)
         self.conversion.advance(job.nbytes)
 
     def _transform(self, job: TransformWeight, file: Target) -> None:
@@ -553,8 +565,11 @@ class _Worker:
                 )
             keeps_scale = True
 
-        exact = None if keeps_scale else self.reader.exact_global_scale(job.fused, job.scheme)
-        shared_absmax = None if keeps_scale or exact is not None else self._shared_absmax(job)
+        exact = shared_absmax = None
+        if not keeps_scale:
+            exact = self.reader.exact_global_scale(job.fused, job.scheme)
+        if not keeps_scale and exact is None:
+            shared_absmax = self._shared_absmax(job)
 
         for piece in job.pieces:
             if (piece.keeps_codes and keeps_scale) or exact is not None:
@@ -609,7 +624,8 @@ class _Worker:
                     scale_target += stored.nbytes
 
                 if zero_target is not None:
-                    zero_point = np.zeros_like(scale) if zero_point is None else zero_point
+                    if zero_point is None:
+                        zero_point = np.zeros_like(scale)
                     zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
 
                 self.conversion.advance(codes.nbytes)
@@ -657,8 +673,11 @@ class _Worker:
 
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
-            file.write(fmt.encode_scales(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
-            global_scale = None if fmt.shared else shared_scale
+            if fmt.shared:
+                file.write(fmt.encode_scales(shared_scale), piece.tied_target)
+            else:
+                file.write(shared_scale, piece.tied_target)
+                global_scale = shared_scale
 
         for bits in self.reader.rows(weight, fmt.height):
             loaded = self.kernels.load(bits, weight.dtype)

@@ -92,8 +92,9 @@ class Checkpoint:
         if name not in self.beside:
             return name
         count, size = self.beside[name]
-        tensors = "1 tensor" if count == 1 else f"{count} tensors"
-        return f"{name} ({tensors}, {size:,} bytes)"
+        if count == 1:
+            return f"{name} (1 tensor, {size:,} bytes)"
+        return f"{name} ({count} tensors, {size:,} bytes)"
 
 
 class RemoteFile(Protocol):
@@ -283,7 +284,9 @@ def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInf
 
     def read(offset: int, length: int) -> bytes:
         data = first[offset : offset + length]
-        return data if len(data) == length else data + file.read(offset + len(data), length - len(data))
+        if len(data) < length:
+            data += file.read(offset + len(data), length - len(data))
+        return data
 
     return read_header(read, file.size, name)
 
@@ -328,9 +331,12 @@ def read_json(path: Path, what: str) -> Any:
     Raises:
         SourceError: it is missing, cannot be read, is not a regular file, too large, or not JSON.
     """
+    largest = MAX_SMALL
+    if what == INDEX_FILE:
+        largest = MAX_INDEX
     with readable():
         try:
-            data = read_small(path, str(path), MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
+            data = read_small(path, str(path), largest)
         except FileNotFoundError:
             raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
     return parse_json(data, str(path))
@@ -444,7 +450,9 @@ def _is_plain(name: str) -> bool:
 
 def _show_name(tensor: str) -> str:
     """Return a tensor's name for a message: quoted and shortened if it is not a possible name."""
-    return tensor if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor) else short_repr(tensor)
+    if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor):
+        return tensor
+    return short_repr(tensor)
 
 
 def _names(root: Path) -> list[str]:
@@ -527,7 +535,9 @@ def _list_files(
 
     def read(name: str) -> bytes:
         path = root / name
-        return read_small(path, str(path)) if path.is_file() and path.stat().st_size <= MAX_SMALL else b""
+        if not path.is_file() or path.stat().st_size > MAX_SMALL:
+            return b""
+        return read_small(path, str(path))
 
     files: dict[str, int] = {}
     for relative in sorted(belonging(names, read, copy)):
@@ -637,7 +647,7 @@ class Fingerprint:
         self.checkpoint = checkpoint
         self.remote = remote or {}
         if stamps is None:
-            local = () if commit else [shard for shard in checkpoint.shards if shard not in self.remote]
+            local = [shard for shard in checkpoint.shards if not commit and shard not in self.remote]
             stamps = stamps_of(checkpoint.root, local)
         self._stamps = dict(stamps)
         self.stamp = self._sha256(commit, self._stamps)
@@ -672,7 +682,9 @@ class Fingerprint:
         Raises:
             SourceError: one was, or is gone.
         """
-        local = [shard for shard in (self._stamps if shards is None else shards) if shard in self._stamps]
+        if shards is None:
+            shards = self._stamps
+        local = [shard for shard in shards if shard in self._stamps]
         for shard, now in stamps_of(self.checkpoint.root, local).items():
             # Without the inode, which some network file systems change; a replaced file has another ctime anyway.
             if now[:-1] != self._stamps[shard][:-1]:
@@ -707,8 +719,9 @@ class Fingerprint:
 
     def _repository_sha256(self, shard: str) -> str | None:
         """Return the SHA-256 that the repository has of a shard; None if it has none."""
-        digest = self.remote[shard].digest if shard in self.remote else ""
-        return digest if len(digest) == 64 else None
+        if shard not in self.remote or len(self.remote[shard].digest) != 64:
+            return None
+        return self.remote[shard].digest
 
 
 def _hash(path: Path) -> str:

@@ -93,7 +93,7 @@ class Destination:
     @property
     def title(self) -> str:
         """Name in messages: "--report report.html"."""
-        return f"{self.option} {self.path}" if self.option else str(self.path)
+        return f"{self.option} {self.path}".lstrip()
 
     def require(self) -> None:
         """Refuse a path that must not, or cannot, be written. Nothing is written.
@@ -463,7 +463,9 @@ def _is_journal(journal: Any) -> bool:
 def facts_in(journal: Mapping[str, Any]) -> WeightFacts | None:
     """Return what a journal records about weights; None if an earlier version wrote it, which recorded nothing."""
     facts = journal.get("weights")
-    return None if facts is None else WeightFacts(**facts)
+    if facts is None:
+        return None
+    return WeightFacts(**facts)
 
 
 def list_output(directory: Path) -> dict[str, os.stat_result]:
@@ -504,9 +506,10 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
     """
     if not directory.is_dir():
-        sibling = None if directory.exists() else similar_path(directory)
-        near = f"did you mean {sibling}? " if sibling else ""
-        raise OutputError(f"{directory} is not a directory", f"{near}check the path")
+        hint = "check the path"
+        if not directory.exists() and (sibling := similar_path(directory)):
+            hint = f"did you mean {sibling}? {hint}"
+        raise OutputError(f"{directory} is not a directory", hint)
 
     found = list_output(directory)
     journal = read_journal(directory)
@@ -515,7 +518,9 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
 
     missing = sorted(name for name in journal["files"] if name not in found or not stat.S_ISREG(found[name].st_mode))
     if not journal["done"] or missing:
-        problem = f"lacks {missing[0]}" if journal["done"] else "is not finished"
+        problem = "is not finished"
+        if journal["done"]:
+            problem = f"lacks {missing[0]}"
         raise OutputError(
             f"{directory} {problem}", "run the command that made it again; with --push-only nothing is left to push"
         )

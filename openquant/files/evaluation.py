@@ -163,9 +163,9 @@ def _check(value: Any, kind: Any, where: str) -> None:
         for name, inner in kind.items():
             key = name.removesuffix("?")
             if key in value:
-                _check(value[key], inner, f"{where}.{key}" if where else key)
+                _check(value[key], inner, f"{where}.{key}".lstrip("."))
             elif key == name:
-                raise SourceError(f"{EVAL_FILE} has no {f'{where}.' if where else ''}{key}", AGAIN)
+                raise SourceError(f"{EVAL_FILE} has no {f'{where}.{key}'.lstrip('.')}", AGAIN)
         return
 
     if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
@@ -207,7 +207,9 @@ def _is_plain(value: Any, kind: Any) -> bool:
         return isinstance(value, int) and 0 <= value < 1 << 63
     if isinstance(value, int):
         return kind in (NUMBER, FINITE) and abs(value) < 1 << 63
-    return abs(value) < _LARGEST if kind is NUMBER else kind is FINITE and math.isfinite(value)
+    if kind is NUMBER:
+        return abs(value) < _LARGEST
+    return kind is FINITE and math.isfinite(value)
 
 
 def _is_evaluation(file: BinaryIO) -> bool:
@@ -270,8 +272,12 @@ def evaluation_files(path: Path) -> dict[str, bytes]:
             )
         digest = evaluation_digest(check_evaluation(value)).encode()
         picture_path = path.parent / EVAL_PICTURE
-        picture = read_small(picture_path, EVAL_PICTURE) if picture_path.is_file() else None
-    return {EVAL_FILE: data} | ({EVAL_PICTURE: picture} if picture and digest in picture else {})
+        picture = b""
+        if picture_path.is_file():
+            picture = read_small(picture_path, EVAL_PICTURE)
+    if digest not in picture:
+        return {EVAL_FILE: data}
+    return {EVAL_FILE: data, EVAL_PICTURE: picture}
 
 
 def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:

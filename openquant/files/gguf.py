@@ -227,7 +227,9 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
         raise SourceError(f"{cursor.name}: {key} is an array of the type {kind}, which is not read", DAMAGED)
 
     data = cursor.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
-    return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data)) if count <= _MAX_KEPT else count
+    if count > _MAX_KEPT:
+        return count
+    return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data))
 
 
 def _read_entry(cursor: _Cursor, types: Mapping[int, TensorType]) -> GgufTensor:

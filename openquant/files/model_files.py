@@ -97,7 +97,9 @@ def left_out_part(name: str) -> str | None:
     for depth, directory in enumerate(parts[:-1], 1):
         if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in _OUTPUT_FILES):
             return "/".join(parts[:depth]) + "/"
-    return name if _matches(parts[-1], LEFT_OUT_FILES) or name in (JOURNAL_FILE, *EVALUATION_FILES) else None
+    if _matches(parts[-1], LEFT_OUT_FILES) or name in (JOURNAL_FILE, *EVALUATION_FILES):
+        return name
+    return None
 
 
 def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> set[str]:
@@ -152,7 +154,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _code(names: Collection[str], known: Iterable[str], read: Read) -> set[str]:
     """Modules that `auto_map` of a config names, and what they import from beside them."""
     modules = {name for name in names if name.endswith(".py")}
-    configs = (name for name in known if "/" not in name and name.endswith("config.json")) if modules else ()
+    configs = [name for name in known if modules and "/" not in name and name.endswith("config.json")]
     left = [f"{module}.py" for name in configs for module in _auto_map(_parse(read(name)))] + [_GENERATE]
     found: set[str] = set()
     while left:
@@ -173,8 +175,9 @@ def _auto_map(config: Any) -> Iterator[str]:
         if key != "auto_map":
             yield from _auto_map(value)
         elif isinstance(value, dict):
-            classes = [each for entry in value.values() for each in (entry if isinstance(entry, list) else [entry])]
-            yield from (str(each).rpartition(".")[0] for each in classes)
+            for entry in value.values():
+                classes = entry if isinstance(entry, list) else [entry]
+                yield from (str(each).rpartition(".")[0] for each in classes)
 
 
 def _find_imports(code: str) -> Iterator[str]:
@@ -185,12 +188,15 @@ def _find_imports(code: str) -> Iterator[str]:
 
 def _module_weights(names: Collection[str], read: Read) -> set[str]:
     """Weights in the folders that modules.json names."""
-    modules = _parse(read("modules.json")) if "modules.json" in names else None
     found: set[str] = set()
-    for module in modules if isinstance(modules, list) else ():
-        folder = module.get("path") if isinstance(module, dict) else None
-        if not folder:
+    modules = _parse(read("modules.json")) if "modules.json" in names else None
+    if not isinstance(modules, list):
+        return found
+
+    for module in modules:
+        if not isinstance(module, dict) or not module.get("path"):
             continue
+        folder = module["path"]
 
         weights = {f"{folder}/{name}" for name in _MODULE_WEIGHTS}.intersection(names)
         kind = str(module.get("type")).rpartition(".")[2]
@@ -243,7 +249,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _shown(names: Collection[str], read: Read) -> set[str]:
     shown = {name for name in names if name.lower().endswith(_SHOWN)}
-    card = read(CARD_FILE).decode(errors="replace") if shown and CARD_FILE in names else ""
+    if not shown or CARD_FILE not in names:
+        return set()
+    card = read(CARD_FILE).decode(errors="replace")
     return {name for name in shown if name in card}
 
 
@@ -289,13 +297,17 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         SourceError: it is not a regular file, or no file can have this path.
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
+    # Opening a pipe would wait for its other end.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    # Errors of opening a socket, a device without a driver, and a link where none is allowed.
+    not_regular = [errno.ENXIO, errno.ENODEV]
+    if not links:
+        flags |= os.O_NOFOLLOW
+        not_regular.append(errno.ELOOP)
+
     try:
-        # Opening a pipe would wait for its other end.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
         handle = os.open(path, flags)
     except OSError as error:
-        # Errors of opening a socket, a device without a driver, and a link where none is allowed.
-        not_regular = (errno.ENXIO, errno.ENODEV, *(() if links else (errno.ELOOP,)))
         if error.errno in not_regular:
             raise SourceError(f"{what} is not a regular file", hint) from None
         raise
@@ -358,7 +370,9 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
     with open_regular(path, what) as file:
         # In pieces, because a file may grow or claim a size of zero, and Python allocates all that is asked for.
         parts = []
-        left = 0 if os.fstat(file.fileno()).st_size > limit else limit + 1
+        left = limit + 1
+        if os.fstat(file.fileno()).st_size > limit:
+            left = 0
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
@@ -405,7 +419,11 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def _contents(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def short_repr(value: object) -> str:
@@ -416,7 +434,9 @@ def short_repr(value: object) -> str:
     """
     if not isinstance(value, str):
         return reprlib.repr(value)
-    return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")
+    if len(value) > _MAX_SHOWN:
+        value = f"{value[:_MAX_SHOWN]}..."
+    return repr(value)
 
 
 # Entries of a directory that are looked at.
@@ -437,5 +457,6 @@ def similar_path(path: Path) -> Path | None:
             names = {entry.name.lower(): entry.name for entry in islice(entries, _MOST)}
     except (OSError, ValueError):
         return None
-    near = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
-    return path.with_name(names[near[0]]) if near else None
+    for near in difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8):
+        return path.with_name(names[near])
+    return None

@@ -91,7 +91,9 @@ class OutputContents:
         """
         shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
         needed = sum(self.files[name] for name in missing if name not in self.shards)
-        return needed + sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
+        if not shards:
+            return needed
+        return needed + sum(shards[: self.at_once]) + max(0, self.scratch - fetched)
 
     def journal(self, sources: Mapping[str, object], done: bool) -> bytes:
         """Return the bytes of the run's journal.
@@ -424,7 +426,8 @@ class Claim:
         journal, found = self._read_earlier()
         if journal is None:
             # Another machine may have uploaded shards.
-            self._elsewhere = frozenset() if self._overwrite else self._find_elsewhere()
+            if not self._overwrite:
+                self._elsewhere = self._find_elsewhere()
             return None, found
 
         if not self._overwrite:

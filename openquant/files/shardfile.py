@@ -483,7 +483,10 @@ class LayerStore:
             digest.update(data.data)
         facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
         header = make_header([info for info, _ in tensors], {_KIND: facts})
-        path = self.path / f"{number:03d}{'' if part is None else f'-{part}'}.safetensors"
+        name = f"{number:03d}"
+        if part is not None:
+            name += f"-{part}"
+        path = self.path / f"{name}.safetensors"
         write_atomic(path, header, *(data.data for _, data in tensors))
         places = {}
         start = len(header)
@@ -522,7 +525,9 @@ class LayerStore:
                 digest = facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
                 raise damaged_file(path) from None
-        return (str(digest), tensors) if run_digest == self.run_digest else None
+        if run_digest != self.run_digest:
+            return None
+        return str(digest), tensors
 
 
 def _is_ours(path: Path) -> bool:
@@ -622,7 +627,9 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     tensors = []
     for begin, end, nbytes, info in entries:
         if begin != expected:
-            problem = "overlaps the tensor before it" if begin < expected else "leaves a hole before it"
+            problem = "leaves a hole before it"
+            if begin < expected:
+                problem = "overlaps the tensor before it"
             raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", DAMAGED)
         if end - begin != nbytes:
             needed = f"{info.dtype} {list(info.shape)} needs {short_repr(nbytes)}"
@@ -631,7 +638,9 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
         expected = end
 
     if start + expected != size:
-        problem = "truncated" if start + expected > size else "followed by bytes that no tensor owns"
+        problem = "followed by bytes that no tensor owns"
+        if start + expected > size:
+            problem = "truncated"
         raise SourceError(f"{name} is {problem}: it has {size} bytes, its header says {start + expected}", DAMAGED)
     return hashlib.sha256(text).hexdigest(), tensors
 

@@ -92,7 +92,9 @@ def read_gptq(config: dict[str, Any]) -> Format:
     Raises:
         UsageError: openquant does not know this layout.
     """
-    stored = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+    stored = "format"
+    if config.get("checkpoint_format") is not None:
+        stored = "checkpoint_format"
     _require(config, stored, (*_ZERO_POINT_OFFSETS, None), "known are gptq and gptq_v2")
     _require(config, "pack_dtype", ("int32", "torch.int32", None), "known are words of 32 bits")
     _require(config, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
@@ -177,7 +179,9 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
         return read_gptq({**plain, "sym": config.get("sym", True), "checkpoint_format": layout})
 
     fmt = read_awq({key: config.get(key) for key in ("bits", "group_size")})
-    return fmt if config.get("sym") is False else replace(fmt, zero_point=None)
+    if config.get("sym") is False:
+        return fmt
+    return replace(fmt, zero_point=None)
 
 
 def _targets(name: str) -> tuple[str, ...]:
@@ -185,7 +189,9 @@ def _targets(name: str) -> tuple[str, ...]:
     if _SPECIAL & set(name):
         return (f"re:.*(?:{name})",)
     # The output head may be in the language model of a multimodal one.
-    return (name, rf"re:.*\.{name}$") if "." not in name else language_model_names(name)
+    if "." in name:
+        return language_model_names(name)
+    return (name, rf"re:.*\.{name}$")
 
 
 def _entries(config: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
@@ -334,7 +340,9 @@ _TOO_MUCH = "list names, or fewer and simpler expressions"
 
 def _short_repr(entry: str) -> str:
     """Return an entry for a message, shortened if it is long."""
-    return repr(entry if len(entry) <= 80 else f"{entry[:80]}...")
+    if len(entry) > 80:
+        entry = f"{entry[:80]}..."
+    return repr(entry)
 
 
 class Ignored:
@@ -354,10 +362,11 @@ class Ignored:
         self.key = key
         self.entries = tuple(entries)
         self._exact = {entry: entry for entry in self.entries}
-        self._expressions = Expressions(() if by_experts else self.entries)
-        self._experts = (
-            {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)} if by_experts else {}
-        )
+        self._expressions = Expressions(self.entries)
+        self._experts: dict[str, str] = {}
+        if by_experts:
+            self._expressions = Expressions(())
+            self._experts = {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)}
 
     def find(self, names: Iterable[str]) -> str | None:
         """Return the entry that covers a module; None if none does.
@@ -399,7 +408,9 @@ class IgnoredParts(Ignored):
 def _experts_of(name: str) -> str:
     """Return the path of the routed experts to which a module belongs; "" if it is in none."""
     path, separator, _ = f"{name}.".partition(".experts.")
-    return f"{path}.experts" if separator else ""
+    if not separator:
+        return ""
+    return f"{path}.experts"
 
 
 _KNOWN = (
@@ -457,11 +468,15 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
     for pattern, layer in _object(config, "layer_quant_config").items():
         # The first pattern that matches counts, so a name after an expression must be one too.
         in_turn = named and named[-1][1].startswith("re:")
-        target = f"re:{fnmatch.translate(pattern)}" if in_turn or set(pattern) & set("*?[") else pattern
+        target = pattern
+        if in_turn or set(pattern) & set("*?["):
+            target = f"re:{fnmatch.translate(pattern)}"
         named.append((pattern, target, layer))
 
-    whole = "layer_type_quant_config" if "Linear" in of_types else "global_quant_config"
-    named.append((whole, "Linear", of_types.get("Linear", config.get("global_quant_config"))))
+    if "Linear" in of_types:
+        named.append(("layer_type_quant_config", "Linear", of_types["Linear"]))
+    else:
+        named.append(("global_quant_config", "Linear", config.get("global_quant_config")))
 
     layers: Layers = []
     inputs: Inputs = []
@@ -489,13 +504,17 @@ def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _parts(config: object) -> list[dict[str, Any]]:
     """Return the configs of the levels of scales: one, or two for NVFP4."""
-    parts: list[Any] = config if isinstance(config, list) else [config]
-    return parts if all(isinstance(part, dict) for part in parts) else []
+    parts: list[Any] = [config]
+    if isinstance(config, list):
+        parts = config
+    if not all(isinstance(part, dict) for part in parts):
+        return []
+    return parts
 
 
 def _quark_format(name: str, config: object, order: str) -> Format:
     parts = _parts(config)
-    weight = parts[0] if parts else {}
+    weight = next(iter(parts), {})
 
     dtype, scheme, size, axis = (weight.get(key) for key in ("dtype", "qscheme", "group_size", "ch_axis"))
     axes: tuple[int | None, ...] = (None, 0) if scheme == "per_channel" else (None, 1, -1)
@@ -511,9 +530,13 @@ def _quark_format(name: str, config: object, order: str) -> Format:
             fmt = _int4(weight, order)
         elif scheme == "per_block" and dtype == "fp8_e4m3":
             fmt = _blocks(weight)
-    elif len(parts) == 2 and (dtype, scheme, size) == ("fp4", "per_group", 16) and axis in axes:
-        second = parts[1].get("dtype"), parts[1].get("qscheme")
-        fmt = _NVFP4 if second == ("fp8_e4m3", "per_tensor") else None
+    elif (
+        len(parts) == 2
+        and (dtype, scheme, size) == ("fp4", "per_group", 16)
+        and axis in axes
+        and (parts[1].get("dtype"), parts[1].get("qscheme")) == ("fp8_e4m3", "per_tensor")
+    ):
+        fmt = _NVFP4
 
     if fmt is None:
         keys = ("dtype", "qscheme", "group_size", "symmetric", "scale_format", "is_dynamic", "ch_axis")
@@ -532,8 +555,11 @@ def _int4(weight: dict[str, Any], order: str) -> Format | None:
     if weight.get("symmetric") is not signed or weight.get("zero_point_type") not in (None, "int32"):
         return None
     # The bits of a negative int4 are 16 more, and zero points are 0.
-    columns = Columns(_ZEROS, order=_ORDERS[order], zero_point_offset=8 if signed else 0, signed=signed)
-    return Format(INT4, (1, size), Scale("weight_scale"), zero_point=None if signed else _ZEROS, columns=columns)
+    columns = Columns(_ZEROS, order=_ORDERS[order], zero_point_offset=8 * signed, signed=signed)
+    fmt = Format(INT4, (1, size), Scale("weight_scale"), zero_point=_ZEROS, columns=columns)
+    if signed:
+        return replace(fmt, zero_point=None)
+    return fmt
 
 
 def _blocks(weight: dict[str, Any]) -> Format | None:
@@ -562,11 +588,11 @@ def _inputs(config: object) -> Mapping[str, Any] | None:
         return inputs
 
     return {
-        "type": "int" if dtype == "int8" else "float",
+        "type": {"int8": "int"}.get(str(dtype), "float"),
         "num_bits": {"fp8_e4m3": 8, "int8": 8}.get(dtype, dtype),
         "strategy": _STRATEGIES.get(str(first.get("qscheme"))),
         "group_size": first.get("group_size"),
         "dynamic": bool(first.get("is_dynamic")),
         "symmetric": first.get("symmetric") is not False or dtype != "int8",
-        "scale_dtype": "torch.uint8" if first.get("scale_format") == "e8m0" else None,
+        "scale_dtype": {"e8m0": "torch.uint8"}.get(str(first.get("scale_format"))),
     }

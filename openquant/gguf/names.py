@@ -138,7 +138,9 @@ def place_tensors(
 
         stored = tensors.get(stored_name)
         if stored is None:
-            missing = stored_name if stored_stem else f"what gguf's {architecture} has no name for"
+            missing = f"what gguf's {architecture} has no name for"
+            if stored_stem:
+                missing = stored_name
             raise SourceError(f"{name} lacks {missing}, from which {info.name} is made", _NO_FIT)
         used.add(stored_name)
 
@@ -258,7 +260,7 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
 
 def _check_vocabulary(name: str, kind: str, tokens: Iterable[str]) -> None:
     """Refuse a vocabulary of another kind than the tokenizer's: it builds, and splits every text wrongly."""
-    space = _BYTE_LEVEL_SPACE if kind == "gpt2" else _SPACE
+    space = {"gpt2": _BYTE_LEVEL_SPACE}.get(kind, _SPACE)
     if not any(token.startswith(space) for token in tokens):
         raise SourceError(
             f"{name} has the tokenizer {kind!r}, but its vocabulary is of another kind: no token begins with {space!r}",

@@ -105,7 +105,9 @@ def open_gguf(path: Path) -> OpenedGguf:
 def _link_shards(root: Path, files: list[Path]) -> list[str]:
     """Make a link to the GGUF file that has its tensors for each output shard, and return their names."""
     count = len(files)
-    names = [SINGLE_FILE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE_FILE]
     for name, file in zip(names, files, strict=True):
         (root / name).symlink_to(file)
     return names

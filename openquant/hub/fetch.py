@@ -370,7 +370,7 @@ def supply_shards(
         for number, (source, needs) in enumerate(sources):
             if source.remote and directory is None:
                 source.require_cache_space(needs)
-            folder = None if directory is None else directory / str(number)
+            folder = directory and directory / str(number)
             supplies.append(stack.enter_context(_HintedSupply(source, needs if source.remote else {}, folder)))
         yield supplies
 

@@ -154,7 +154,9 @@ class Publisher:
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
-                self.open_request = None if request is None or request.status == "merged" else request.num
+                self.open_request = None
+                if request is not None and request.status != "merged":
+                    self.open_request = request.num
 
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
@@ -192,10 +194,12 @@ class Publisher:
         """
         with push_errors(self.repo):
             self._user = user_name(self.repo)
-            name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
-            repository = find_repository(name)
+            if "/" not in self.repo:
+                self.repo = f"{self._user}/{self.repo}"
+            repository = find_repository(self.repo)
         # The current name, if it was renamed or has other capital letters.
-        self.repo = name if repository is None else repository.id
+        if repository is not None:
+            self.repo = repository.id
         return repository
 
     def _create(self) -> None:
@@ -391,7 +395,7 @@ class Publisher:
 
         # Figures alone in a pull request of their own are of the model on main.
         branch = revision if self.shards else self.revision
-        named = f"{self.repo}@{branch}" if branch else self.repo
+        named = "@".join(filter(None, [self.repo, branch]))
         if self.shards:
             text = published_card(text, self.repo, revision)
         if figures:
@@ -677,7 +681,7 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
     present = [file.rfilename for file in repository.siblings or ()]
     weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
     # With an index engines tell an adapter of the model from its weights.
-    beside_index = [name for name in present if is_adapter(name)] if INDEX_FILE in present else []
+    beside_index = [name for name in present if INDEX_FILE in present and is_adapter(name)]
     foreign = [name for name in weights if name not in {*shards, INDEX_FILE, *beside_index}]
     if shards == [SINGLE_FILE] and INDEX_FILE in present:
         foreign.append(INDEX_FILE)
@@ -770,7 +774,9 @@ def _matrix_dtypes(repository: ModelInfo, file: RepoSibling) -> set[str]:
         metadata = HfApi().parse_safetensors_file_metadata(repository.id, file.rfilename, revision=repository.sha)
         return {tensor.dtype for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
 
+    if not file.size:
+        return set()
     try:
-        return with_retries(read) if file.size else set()
+        return with_retries(read)
     except SafetensorsParsingError:
         return set()

@@ -155,7 +155,9 @@ class Source:
     @property
     def identity(self) -> str:
         """The repository and commit, "org/name@commit"; "" for a local directory."""
-        return "" if self.revision is None else f"{self.repo}@{self.revision}"
+        if self.revision is None:
+            return ""
+        return f"{self.repo}@{self.revision}"
 
     def stamps(self, checkpoint: Checkpoint) -> dict[str, Stamp]:
         """Return the stamps of a local source's shards, by name; {} for a repository, whose commit fixes them.
@@ -163,7 +165,9 @@ class Source:
         Raises:
             SourceError: a shard cannot be read.
         """
-        return {} if self.revision is not None else stamps_of(self.root, checkpoint.shards)
+        if self.revision is not None:
+            return {}
+        return stamps_of(self.root, checkpoint.shards)
 
     def require_header(self, checkpoint: Checkpoint, shard: str) -> None:
         """Refuse a local shard that was replaced by one with another header, whose tensors may lie elsewhere.
@@ -209,7 +213,9 @@ class Source:
             commit = read_small(record, record.name).split(b"\n", 1)[0].decode()
         except (OSError, SourceError, ValueError):
             return None
-        return commit if _COMMIT.fullmatch(commit) else None
+        if not _COMMIT.fullmatch(commit):
+            return None
+        return commit
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
@@ -332,7 +338,7 @@ def repository_source(repo: str, revision: str | None = None) -> Source:
         if not (root / "config.json").exists() and not found.remote:
             refuse_other_weights(repo, [name for name in found.absent if "/" not in name])
             raise SourceError(
-                f"{repo}{f'@{revision}' if revision else ''} holds no model: it has no config.json",
+                f"{'@'.join(filter(None, [repo, revision]))} holds no model: it has no config.json",
                 f"check the name; that of an open pull request is {repo}@refs/pr/1",
             )
         return found
@@ -423,7 +429,9 @@ class HubFile:
 
     def hasher(self) -> hashlib._Hash:
         """Return a hash object that gives `digest` after an update with the contents."""
-        return hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
+        if len(self.digest) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size)
 
     def read(self, offset: int, length: int) -> bytes:
         """Read `length` bytes from `offset` on, with retries.

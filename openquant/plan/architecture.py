@@ -104,8 +104,9 @@ def _refuse_draft(checkpoint: Checkpoint) -> None:
     (models/llama_eagle3.py:202, 325)."""
     name = checkpoint.architecture
     starts = {tensor.partition(".")[0]: tensor for tensor in checkpoint.tensors}
-    of_drafts = (*_OF_DRAFTS, "fc") if "layers" in starts else _OF_DRAFTS
-    found = next((starts[start] for start in of_drafts if start in starts), None)
+    found = next((starts[start] for start in _OF_DRAFTS if start in starts), None)
+    if "layers" in starts:
+        found = found or starts.get("fc")
     if _DRAFT_CLASS.fullmatch(name) is None and found is None:
         return
     because = f" ({found})" if found else ""
@@ -124,8 +125,9 @@ def _unknown(name: str, checkpoint: Checkpoint) -> PlanError:
             f"{name} is not a known architecture; its body is that of {body.name}, and its head is not known",
             f"--architecture {body.name} plans the body; leave the head as it is with --ignore",
         )
-    near = difflib.get_close_matches(name, MODELS)
-    nearest = f"the nearest are {', '.join(near)}" if near else "none has a name like it"
+    nearest = "none has a name like it"
+    if near := difflib.get_close_matches(name, MODELS):
+        nearest = f"the nearest are {', '.join(near)}"
     return PlanError(
         f"{name} is not a known architecture; of {len(MODELS)} that are, {nearest}",
         "if it is one of them by another name, say which with --architecture; --architecture auto goes "
@@ -143,8 +145,13 @@ def with_layer_counts(model: Architecture, checkpoint: Checkpoint) -> Architectu
     Returns:
         The entry with those names filled in; the same entry if it has none, or the count is nonsense.
     """
-    layers = config_value(text_config(checkpoint, model), "num_hidden_layers") if model.beyond else 0
-    return model.with_layer_count(layers) if isinstance(layers, int) and layers <= MOST_LAYERS else model
+    if not model.beyond:
+        return model
+
+    layers = config_value(text_config(checkpoint, model), "num_hidden_layers")
+    if not isinstance(layers, int) or layers > MOST_LAYERS:
+        return model
+    return model.with_layer_count(layers)
 
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
@@ -198,10 +205,15 @@ def config_value(config: Mapping[str, Any], key: str | None) -> Any:
     Returns:
         The value; None if there is none.
     """
+    if not key:
+        return None
+
     inner: Any = config
-    for part in key.split(".") if key else ():
-        inner = inner.get(part) if isinstance(inner, Mapping) else None
-    return inner if key else None
+    for part in key.split("."):
+        if not isinstance(inner, Mapping):
+            return None
+        inner = inner.get(part)
+    return inner
 
 
 def fused_parts(
@@ -218,11 +230,15 @@ def fused_parts(
         For each part its row count, 0 if config.json does not say, and the config key that counts its heads, None if it
         has none: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...]. A tensor without parts is one.
     """
-    if split is None or not split.parts:
-        return [(shape[0], split.heads if split else None)]
+    if split is None:
+        return [(shape[0], None)]
+    if not split.parts:
+        return [(shape[0], split.heads)]
+
     keys, counts = _part_proportions(split, config)
-    whole = all(counts) and shape[0] % sum(counts) == 0
-    return [(shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, keys, strict=True)]
+    if not all(counts) or shape[0] % sum(counts):
+        return [(0, key) for key in keys]
+    return [(shape[0] // sum(counts) * count, key) for count, key in zip(counts, keys, strict=True)]
 
 
 def _part_proportions(split: ParallelSplit, config: dict[str, Any]) -> tuple[tuple[str | None, ...], list[int]]:
@@ -251,7 +267,7 @@ def why_not_reordered(
 
     if split.interleaved_rows:
         name = next((info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1]), None)
-        return f"{_SORTED}, and fails on its {name}, which has fewer rows" if name else None
+        return name and f"{_SORTED}, and fails on its {name}, which has fewer rows"
 
     heads = sum(_part_proportions(split, config)[1])
     if not heads or shape[0] % heads:
@@ -330,8 +346,12 @@ def why_indivisible(
     """
     if split is None:
         return None
-    parts = fused_parts(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
-    multiple = group[0 if split.axis == "out" else 1] or 1
+    if split.axis == "out":
+        parts = fused_parts(shape, split, config)
+        multiple = group[0] or 1
+    else:
+        parts = [(shape[1], split.heads)]
+        multiple = group[1] or 1
     problems = (_indivisible_length(length, heads, split, config, multiple, size) for length, heads in parts)
     return next((problem for problem in problems if problem), None)
 
@@ -340,7 +360,7 @@ def _indivisible_length(
     length: int, key: str | None, split: ParallelSplit, config: dict[str, Any], multiple: int, size: int
 ) -> str | None:
     parts = size
-    heads = config.get(key) if key else None
+    heads = config.get(key or "")
 
     if isinstance(heads, int) and heads > 0:
         if split.replicated and size > heads:
@@ -453,8 +473,10 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
     if axes < 2 and not (rule.compress and info.name != module) and rule.stack is None:
         return PassthroughTensor(info, template(info.name) if stored else info.name, FEW_AXES, stored)
 
-    if rule.patterns != 1:
-        return "matches more than one pattern" if rule.patterns else "matches no pattern"
+    if rule.patterns == 0:
+        return "matches no pattern"
+    if rule.patterns > 1:
+        return "matches more than one pattern"
 
     if rule.keep is not None:
         return PassthroughTensor(info, rule.name_template, rule.keep, stored)
@@ -477,8 +499,9 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
 
     layers = _unstack(info, *rule.stack)
     if stored is not None and stored.format is not None:
-        down, along = stored.format.group
-        form = replace(stored.format, group=(along, down)) if layers[0].transposed else stored.format
+        form = stored.format
+        if layers[0].transposed:
+            form = replace(form, group=form.group[::-1])
         if len(rule.stack[1].parts) > 1 and layers[0].shape[0] % (form.group[0] or 1):
             return f"has blocks that span {' and '.join(rule.stack[1].parts)}"
         layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
@@ -510,21 +533,21 @@ def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
     _refuse_unmerged(shape_errors)
 
     problems = []
+    hint = "save the model again with these weights as other checkpoints of this architecture have them"
     for problem in dict.fromkeys(shape_errors.values()):
         names = collapse(name for name, text in shape_errors.items() if text == problem)
-        names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-        problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
-                        else f"{', '.join(names)} {problem}")  # fmt: skip
+        if len(names) > _MOST_NAMED:
+            names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"]
+        text = f"{', '.join(names)} {problem}"
+        if problem.startswith("matches"):
+            text += f" of {model.name}"
+            hint = (
+                f"it is no part of {model.name}: the checkpoint is damaged, merged wrongly or of another class (if it "
+                "belongs there, leave it as it is with --ignore)"
+            )
+        problems.append(text)
 
-    named = any(problem.startswith("matches") for problem in shape_errors.values())
-
-    raise PlanError(
-        "; ".join(problems),
-        f"it is no part of {model.name}: the checkpoint is damaged, merged wrongly or of another class (if it belongs "
-        "there, leave it as it is with --ignore)"
-        if named
-        else "save the model again with these weights as other checkpoints of this architecture have them",
-    )
+    raise PlanError("; ".join(problems), hint)
 
 
 def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[str], bool]:
@@ -538,7 +561,7 @@ def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[s
         A function of a full module name, "model.layers.61.mlp.up_proj". It returns False for all modules if the entry
         or config.json has no such layers.
     """
-    first = config.get(model.draft_layers) if model.draft_layers else None
+    first = config.get(model.draft_layers or "")
     if not isinstance(first, int):
         return lambda _: False
     pattern = compile_pattern(f"{model.layers}.**")
@@ -702,8 +725,7 @@ def under_stored_names(known: ClassTensors, entry: ModuleRules, stored: Stored) 
     ]
     names: dict[str, str] = {}
     for name in (*known.outside, *known.lists):
-        is_here = stored.has(name)
-        names[name] = name if is_here else next(filter(stored.has, _other_names(name, pairs)), name)
+        names[name] = next(filter(stored.has, (name, *_other_names(name, pairs))), name)
 
     # What is lost is named like what is stored beside it.
     moved = [_different_starts(name, other) for name, other in names.items() if name != other]

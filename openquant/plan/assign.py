@@ -127,7 +127,9 @@ def problem_finder(
         if layer.shape[0] % height == 0:
             return None
         ragged = [module for module in fused.get(layer.module, ()) if layers[module].shape[0] % height]
-        return "engines fuse it with other layers, and its rows end within a block" if len(ragged) > 1 else None
+        if len(ragged) < 2:
+            return None
+        return "engines fuse it with other layers, and its rows end within a block"
 
     return find_problem
 
@@ -150,7 +152,9 @@ def scale_problem_finder(
     def find_problem(layer: Weight) -> str | None:
         if decided or layer.module in input_absmax:
             return None
-        return why_no_input_scale(layer, form) if calibration is None else "the calibration observed no inputs of it"
+        if calibration is None:
+            return why_no_input_scale(layer, form)
+        return "the calibration observed no inputs of it"
 
     return find_problem
 
@@ -409,13 +413,21 @@ def _unfit_note(
     share = _share([module for modules in unfit for module in modules], layers)
     if scheme.format.static:
         return f"no static activation scale is known for {share}, which stay unquantized"
-    ranks = f" on {size} ranks" if size is not None else ""
-    unit = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
     splits = [[split for module in modules if (split := entry.rule(module).split)] for modules in unfit]
     interleaved = all(any(split.interleaved for split in group) for group in splits)
     strict = any(split.interleaved_all or split.interleaved_rows for group in splits for split in group)
-    others = "channel" if strict else "tensor or channel"
-    reason = "engines sort rows by heads" if interleaved else f"{unit} do not divide{ranks}"
+
+    unit = "groups"
+    if (scheme.format.group[0] or 1) > 1:
+        unit = "blocks"
+    reason = f"{unit} do not divide"
+    if size is not None:
+        reason += f" on {size} ranks"
+    if interleaved:
+        reason = "engines sort rows by heads"
+    others = "tensor or channel"
+    if strict:
+        others = "channel"
     return f"{reason}, which leaves {share} unquantized; --scheme {others} quantizes them too"
 
 
@@ -479,7 +491,9 @@ def _find_problems(
 ) -> dict[str, str]:
     """Why each module of a group cannot have a scheme; empty if all can."""
     problems = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
-    return _spread(modules, problems) if problems else {}
+    if not problems:
+        return {}
+    return _spread(modules, problems)
 
 
 def _share(modules: Collection[str], layers: dict[str, Weight]) -> str:

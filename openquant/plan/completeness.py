@@ -207,12 +207,12 @@ class _Comparer:
                 self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
 
     def _count(self, rule: TensorRule) -> int:
-        sizes = self.config.size(rule.repeats) if rule.repeats else None
-        return max(sizes) if sizes else 1
+        if not rule.repeats:
+            return 1
+        return max(self.config.size(rule.repeats) or [1])
 
     def _length(self, expression: str, stored: _Layers) -> int:
-        sizes = self.config.size(expression)
-        return max(sizes) if sizes else max(stored.numbers, default=0) + 1
+        return max(self.config.size(expression) or [max(stored.numbers, default=0) + 1])
 
     def _compare_counts(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
         """Compare how many experts layers have."""
@@ -430,12 +430,11 @@ def completeness_notes(
     comparison = compare_with_class(entry, tensors, config, text)
     if comparison is None:
         return [f"{NOT_CHECKED}: nothing says which tensors {entry.model.name} has"]
-    names_only = f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}"
-    return [
-        *([] if comparison.is_whole else [names_only]),
-        *(f"the source lacks {text}" for text in comparison.lost),
-        *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
-    ]
+    notes = [f"the source lacks {text}" for text in comparison.lost]
+    notes += [f"config.json does not fit the tensors: {text}" for text in comparison.misfits]
+    if not comparison.is_whole:
+        notes.insert(0, f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}")
+    return notes
 
 
 def _lacks_task_head(entry: ModuleRules, tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> bool:
@@ -492,23 +491,26 @@ def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
         where = collapse(layers)[0]
         tensors = sum(number for _, number in paths)
         below = collapse(path for path, _ in paths)
-        whole = f"{where}.{below[0]}".removesuffix(".") if len(below) == 1 else f"{', '.join(below)} of {where}"
+        whole = f"{', '.join(below)} of {where}"
+        if len(below) == 1:
+            whole = f"{where}.{below[0]}".removesuffix(".")
         texts.append(_describe_loss(whole, None, tensors))
     return texts
 
 
 def _describe_loss(path: str, reason: str | None, tensors: int) -> str:
-    details = [reason] if reason else []
+    details = [*filter(None, [reason])]
     if tensors > 1:
         details.append(f"{short_repr(tensors)} tensors")
-    return f"{path} ({', '.join(details)})" if details else path
+    if not details:
+        return path
+    return f"{path} ({', '.join(details)})"
 
 
 def _reason(entry: ModuleRules, path: str) -> str | None:
     """What the registry calls a module, such as "vision tower"; None if it has no word for it."""
     for module in (path, path.rpartition(".")[0]):
-        reason = entry.rule(module).keep if module else None
-        if reason:
+        if module and (reason := entry.rule(module).keep):
             return reason
     return None
 
@@ -543,9 +545,7 @@ class ConfigSizes:
         return value
 
     def _find_setting(self, key: str) -> Any:
-        value: Any = self._config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = config_value(self._config, key)
         if value is None and key.startswith(self._text_path):
             # Older files have the language model's keys at the top level, or under other names.
             value = self._text.get(key.removeprefix(self._text_path).removeprefix("."))
@@ -557,18 +557,21 @@ class ConfigSizes:
 
     def _truth(self, key: str) -> bool:
         if key.endswith(_TIED):
-            said = {bool(part[_TIED]) for part in (self._config, self._text) if part.get(_TIED) is not None}
-            return any(said) if said else self._known.defaults.get(key, False)
+            said = [part[_TIED] for part in (self._config, self._text) if part.get(_TIED) is not None]
+            return any(said or [self._known.defaults.get(key, False)])
+
         value = self.value(key)
         # JSON's null is said, and false.
-        return self._known.defaults.get(key, False) if value is None and not self._has_key(key) else bool(value)
+        if value is None and not self._has_key(key):
+            return self._known.defaults.get(key, False)
+        return bool(value)
 
     def _has_key(self, key: str) -> bool:
         """Whether config.json has the key, whatever its value."""
         parent, _, last = key.rpartition(".")
-        part: Any = self._config
-        for name in parent.split(".") if parent else ():
-            part = part.get(name) if isinstance(part, Mapping) else None
+        part = self._config
+        if parent:
+            part = config_value(self._config, parent)
         return isinstance(part, Mapping) and last in part
 
     def by_layer(self, key: str, length: int) -> list[str] | None:
@@ -579,10 +582,12 @@ class ConfigSizes:
             return [str(number + int(first) in said) for number in range(length)]
         if not kind and isinstance(said, (list, str)) and len(said) >= length:
             return list(map(str, said[:length]))
-        count = max(self.size(path) or (0,)) if kind in ("<", "%") else 0
-        if not count:
-            return None
-        return [str(number < count if kind == "<" else number % count == 0) for number in range(length)]
+        count = max(self.size(path) or (0,))
+        if count and kind == "<":
+            return [str(number < count) for number in range(length)]
+        if count and kind == "%":
+            return [str(number % count == 0) for number in range(length)]
+        return None
 
     def size(self, expression: str) -> frozenset[int] | None:
         """Return the numbers that a size may be; None if config.json does not say it."""
@@ -640,7 +645,9 @@ def _calculate(expression: str, numbers: Mapping[str, int | float]) -> int | Non
 
 
 def _factor(factor: str, numbers: Mapping[str, int | float]) -> int | float:
-    return numbers[factor] if factor in numbers else int(factor)
+    if factor in numbers:
+        return numbers[factor]
+    return int(factor)
 
 
 # Text models keep the tokenizer of their multimodal sisters, whose tokens for images they never see.
@@ -700,8 +707,10 @@ def _tokens(root: Path) -> Iterable[Token]:
     name = "tokenizer_config.json"
     if (root / name).is_file():
         added = parse_json(read_small(root / name, name), name)
-        decoder = added.get("added_tokens_decoder") if isinstance(added, dict) else None
-        for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        decoder = config_value(added, "added_tokens_decoder")
+        if not isinstance(decoder, dict):
+            decoder = {}
+        for number, token in decoder.items():
             if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
                 yield Token(int(number), str(token.get("content")), name)
 

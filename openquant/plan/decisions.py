@@ -239,8 +239,7 @@ def _apply_smoothing(kept: PassthroughTensor, transforms: WeightTransforms) -> b
 
 
 def _with_transform(weight: Weight, transforms: WeightTransforms) -> Weight:
-    transform = transforms.weights.get(weight.module)
-    return weight if transform is None else weight._replace(transform=transform)
+    return weight._replace(transform=transforms.weights.get(weight.module, weight.transform))
 
 
 def refuse_repeats(model: Architecture) -> None:
@@ -289,8 +288,10 @@ def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
         Name, dtype and shape of its codes, stored scales and, if the format has them, global scale and zero points.
     """
     form = scheme.format
-    global_scale = form.global_scale.name if form.global_scale else None
-    names = {f"{weight.module}.{last}" for last in (form.codes, form.scale.name, form.zero_point, global_scale)}
+    endings = [form.codes, form.scale.name, form.zero_point]
+    if form.global_scale:
+        endings.append(form.global_scale.name)
+    names = {f"{weight.module}.{ending}" for ending in endings}
     return [info for info in form.parts(weight.module, weight.shape) if info.name in names]
 
 
@@ -365,7 +366,9 @@ def quantization_config(entry: ModuleRules, decisions: Decisions, fp8_kv_cache: 
     """
     assert decisions.scheme is not None
     settings = decisions.scheme.config(ignored_names(entry, decisions), target_names(entry, decisions))
-    return with_fp8_cache(settings) if fp8_kv_cache else settings
+    if fp8_kv_cache:
+        return with_fp8_cache(settings)
+    return settings
 
 
 def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
@@ -389,7 +392,9 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
     """
     quantized = [weight.module for weight, _ in decisions.kinds]
 
-    names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
+    names: dict[str, None] = {}
+    if not any(map(is_head, quantized)):
+        names["lm_head"] = None
     modules = [
         keep.tensor.module
         for keep in decisions.passthrough

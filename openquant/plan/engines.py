@@ -90,8 +90,7 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     for module, chosen in sorted(quantized, key=lambda layer: not entry.experts(layer[0])):
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
-            points = " with zero points" if chosen.asymmetric else ""
-            return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
+            return Refusal(None, None, f"it loads no experts in {_name_in_full(chosen)}", hint)
 
         refusal = find_refusal(sglang.refused, chosen, bool(entry.experts(module)))
         if refusal is not None:
@@ -144,10 +143,11 @@ def _refuse_cache_scales(sglang: SGLangLimits, decisions: Decisions) -> Refusal 
     if sglang.cache is None:
         return None
     scales = [kept.value for kept in decisions.passthrough if kept.value is not None]
-    if not (any(scale != 1.0 for scale in scales) if sglang.cache_of_ones else scales):
-        return None
-    hint = "it loads without --calibration" if sglang.cache_of_ones else "it loads without --kv-cache"
-    return Refusal(None, None, sglang.cache, hint)
+    if sglang.cache_of_ones and any(scale != 1.0 for scale in scales):
+        return Refusal(None, None, sglang.cache, "it loads without --calibration")
+    if scales and not sglang.cache_of_ones:
+        return Refusal(None, None, sglang.cache, "it loads without --kv-cache")
+    return None
 
 
 def _list_patterns(patterns: tuple[str, ...]) -> str:
@@ -312,11 +312,17 @@ def refuse_embedding_schemes(decisions: Decisions) -> None:
     """
     for weight, scheme in decisions.kinds:
         if is_embedding(weight.module) and not scheme.embedding:
-            points = " with zero points" if scheme.asymmetric else ""
             raise PlanError(
-                f"{weight.module}: no engine loads an embedding in {scheme.name}{points}",
+                f"{weight.module}: no engine loads an embedding in {_name_in_full(scheme)}",
                 f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for",
             )
+
+
+def _name_in_full(scheme: Scheme) -> str:
+    """Return the name of a scheme: "int4 with zero points"."""
+    if scheme.asymmetric:
+        return f"{scheme.name} with zero points"
+    return scheme.name
 
 
 def is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
@@ -343,7 +349,7 @@ def entry_notes(model: Architecture) -> list[str]:
     Returns:
         A list of one sentence; empty for the registry's own entries.
     """
-    return [model.decided] if model.decided else []
+    return [*filter(None, [model.decided])]
 
 
 def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
@@ -356,20 +362,19 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
     Returns:
         A sentence for each file beside the index, and one for a head of its own that config.json denies.
     """
-    added = [
+    notes = [
         f"{name} is taken in: {INDEX_FILE} does not name it, so vLLM does not load these MTP layers; the output's does"
         for name in checkpoint.unindexed
     ]
 
     beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
-    notes = added + [
-        f"{checkpoint.with_cost(SINGLE_FILE)} is left out: it lies beside {INDEX_FILE}, and transformers loads it in "
-        "place of the shards"
-        if name == SINGLE_FILE
-        else f"{checkpoint.with_cost(name)} is left out: {INDEX_FILE} does not name it, so engines do not load it"
-        for name in beside
-        if checkpoint.indexed and not name.startswith(("adapter", "consolidated"))
-    ]
+    for name in beside:
+        if name == SINGLE_FILE:
+            why = f"it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"
+        else:
+            why = f"{INDEX_FILE} does not name it, so engines do not load it"
+        if checkpoint.indexed and not name.startswith(("adapter", "consolidated")):
+            notes.append(f"{checkpoint.with_cost(name)} is left out: {why}")
 
     if is_tied(checkpoint, model) and any(is_head(info.module) for info in checkpoint.tensors.values()):
         notes.append(
@@ -391,7 +396,9 @@ def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:
         A list of one sentence; empty if it can.
     """
     refusal = sglang_refusal(entry, decisions)
-    return [] if refusal is None else [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
+    if refusal is None:
+        return []
+    return [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
 
 
 def mlx_notes(model: Architecture, schemes: Iterable[Scheme]) -> list[str]:
@@ -458,8 +465,10 @@ def output_notes(
         )
         notes += unrouted_note(options.calibration, entry, decisions.input_absmax, decisions.layers)
 
-    notes += options.transforms.notes if options.transforms else ()
-    notes += gptq_notes(decisions, entry, options.gptq) if options.gptq else ()
+    if options.transforms:
+        notes += options.transforms.notes
+    if options.gptq:
+        notes += gptq_notes(decisions, entry, options.gptq)
     return notes
 
 
@@ -474,7 +483,9 @@ def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
         A list of one sentence that names them; empty if there are none. Scales of decoded weights do not count.
     """
     names = unread_tensors(checkpoint.tensors, weights)
-    return [f"left out, as engines refuse them: {', '.join(collapse(names))}"] if names else []
+    if not names:
+        return []
+    return [f"left out, as engines refuse them: {', '.join(collapse(names))}"]
 
 
 def _pooling_notes(checkpoint: Checkpoint, decisions: Decisions) -> list[str]:

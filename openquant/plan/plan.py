@@ -141,7 +141,9 @@ class Plan:
     @property
     def lacks(self) -> frozenset[Lack]:
         """What a calibration must still find before the plan can be carried out."""
-        return self.options.lacks if self.decisions.rounded is None else self.options.lacks - {"Hessians"}
+        if self.decisions.rounded is None:
+            return self.options.lacks
+        return self.options.lacks - {"Hessians"}
 
     @property
     def layers(self) -> dict[str, Weight]:
@@ -156,7 +158,9 @@ class Plan:
     @cached_property
     def gptq_rounded(self) -> list[tuple[Weight, Scheme]]:
         """The weights that GPTQ rounds, each with its scheme."""
-        return [] if self.options.gptq is None else gptq_weights(self.decisions)
+        if self.options.gptq is None:
+            return []
+        return gptq_weights(self.decisions)
 
     @cached_property
     def layout(self) -> Layout:
@@ -182,8 +186,7 @@ class Plan:
         options = self.options
         decisions = self.decisions
 
-        added_scales = [repr(kept) for kept in decisions.passthrough if kept.value is not None]
-        facts = [
+        facts: list[Any] = [
             __version__,
             repr(self.model),
             [asdict(scheme) for scheme in decisions.schemes],
@@ -195,12 +198,17 @@ class Plan:
             self.source.shards,
             self.source.headers,
             self.identity,
-            *([dict(decisions.input_absmax)] if decisions.input_absmax else []),
-            *([options.transforms.sha256] if options.transforms else []),
-            *([["GPTQ", options.gptq]] if options.gptq else []),
-            *([["keep"]] if decisions.keeps else []),
-            *([added_scales] if says_fp8_cache(self.quantization_config) else []),
         ]
+        if decisions.input_absmax:
+            facts.append(dict(decisions.input_absmax))
+        if options.transforms:
+            facts.append(options.transforms.sha256)
+        if options.gptq:
+            facts.append(["GPTQ", options.gptq])
+        if decisions.keeps:
+            facts.append(["keep"])
+        if says_fp8_cache(self.quantization_config):
+            facts.append([repr(kept) for kept in decisions.passthrough if kept.value is not None])
 
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -376,9 +384,11 @@ def output_config(plan: Plan) -> dict[str, Any]:
         The content of the source's config.json, with the plan's quantization_config in place of its own, or none; and
         the other keys that the entry says an output has (Architecture.extra_config).
     """
-    quantization = {"quantization_config": plan.quantization_config} if plan.quantization_config else {}
-    extra = plan.model.extra_config(plan.scheme.name if plan.scheme else None, plan.decoded.config)
-    return {**plan.decoded.config, **extra, **quantization}
+    extra = plan.model.extra_config(plan.scheme and plan.scheme.name, plan.decoded.config)
+    config = {**plan.decoded.config, **extra}
+    if plan.quantization_config:
+        config["quantization_config"] = plan.quantization_config
+    return config
 
 
 def ignored_layers(plan: Plan) -> list[str]:
@@ -391,7 +401,9 @@ def ignored_layers(plan: Plan) -> list[str]:
         Names of unquantized modules, under every name that engines look up, and regular expressions ("re:..."); empty
         without a scheme.
     """
-    return [] if plan.scheme is None else list(plan.quantization_config[plan.scheme.ignored_keys[0]])
+    if plan.scheme is None:
+        return []
+    return list(plan.quantization_config[plan.scheme.ignored_keys[0]])
 
 
 def has_fp8_cache(plan: Plan) -> bool:
@@ -401,7 +413,9 @@ def has_fp8_cache(plan: Plan) -> bool:
 
 def required_package(plan: Plan) -> str | None:
     """Return the package that transformers needs to load a plan's output, "compressed-tensors"; None if none."""
-    return _COMPRESSED_TENSORS if plan.quantization_config.get("quant_method") == _COMPRESSED_TENSORS else None
+    if plan.quantization_config.get("quant_method") != _COMPRESSED_TENSORS:
+        return None
+    return _COMPRESSED_TENSORS
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
@@ -610,7 +624,7 @@ def _keeps(scheme: Scheme, weight: Weight, formats: set[Format], inputs: Activat
 
 def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
     """Return what must be equal of how activations are quantized; what shares a dynamic scale may differ."""
-    return None if inputs is None else (inputs.number, inputs.static, inputs.has_global_scale)
+    return inputs and (inputs.number, inputs.static, inputs.has_global_scale)
 
 
 def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> str:
@@ -618,8 +632,16 @@ def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> s
     fmt = weight.format
     scale = weight.scale
     assert fmt is not None
-    order = ", inputs in any order (act-order)" if fmt.columns and fmt.columns.act_order else ""
-    ranks = ", stored per tensor-parallel rank" if weight.rank_rows is not None else ""
-    activations = "activations as they are" if inputs is None else f"{inputs.number.title} activations"
-    dtype = f", {scale.dtype} scales" if scale is not None else ""
-    return f"{fmt.number.title} with {fmt.label}{dtype}{order}{ranks}, {activations}"
+
+    parts = [f"{fmt.number.title} with {fmt.label}"]
+    if scale is not None:
+        parts.append(f"{scale.dtype} scales")
+    if fmt.columns and fmt.columns.act_order:
+        parts.append("inputs in any order (act-order)")
+    if weight.rank_rows is not None:
+        parts.append("stored per tensor-parallel rank")
+    if inputs is None:
+        parts.append("activations as they are")
+    else:
+        parts.append(f"{inputs.number.title} activations")
+    return ", ".join(parts)

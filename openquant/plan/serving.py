@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, TypedDict
+from typing import Any, TypedDict, final
 
 from ..files.checkpoint import Checkpoint
 from ..files.model_files import short_repr
@@ -104,7 +104,14 @@ class CachedLayers:
     window: int | None
     heads: int | None
 
+    def row_bytes(self, fp8: bool) -> int:
+        """Return the bytes that a token takes."""
+        if fp8:
+            return self.fp8
+        return self.bf16
 
+
+@final
 @dataclass(frozen=True)
 class SequenceMemory:
     """The memory of an engine's caches.
@@ -129,7 +136,7 @@ class SequenceMemory:
         """
         total = self.state // gpus
         for layers in self.layers:
-            nbytes = (layers.fp8 if fp8 else layers.bf16) * (min(tokens, layers.window) if layers.window else tokens)
+            nbytes = layers.row_bytes(fp8) * min(tokens, layers.window or tokens)
             assert layers.heads or gpus == 1, "not known how to divide"
             total += nbytes // min(gpus, layers.heads or 1)
         return total
@@ -140,11 +147,11 @@ class SequenceMemory:
 
     def per_token(self, fp8: bool) -> int:
         """Return the bytes that one more token of a long sequence takes on a single GPU; full windows do not grow."""
-        return sum(layers.fp8 if fp8 else layers.bf16 for layers in self.layers if layers.window is None)
+        return sum(layers.row_bytes(fp8) for layers in self.layers if layers.window is None)
 
     def per_sequence(self, fp8: bool) -> int:
         """Return the bytes that a long sequence takes on a single GPU besides: recurrent states, and full windows."""
-        windows = ((layers.fp8 if fp8 else layers.bf16) * layers.window for layers in self.layers if layers.window)
+        windows = (layers.row_bytes(fp8) * layers.window for layers in self.layers if layers.window)
         return self.state + sum(windows)
 
     def tokens(self, room: int, fp8: bool, gpus: int) -> int:
@@ -160,8 +167,10 @@ class SequenceMemory:
         """
         if self.length is not None:
             whole = self.sequence(self.length, fp8, gpus)
+            if whole == 0:
+                return 0
             if whole <= room:
-                return room * self.length // whole if whole else 0
+                return room * self.length // whole
         return self.longest(room, fp8, gpus)
 
     def longest(self, room: int, fp8: bool, gpus: int) -> int:
@@ -176,7 +185,10 @@ class SequenceMemory:
         high = self.length or room
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.sequence(middle, fp8, gpus) <= room else (low, middle - 1)
+            if self.sequence(middle, fp8, gpus) <= room:
+                low = middle
+            else:
+                high = middle - 1
         return low
 
 
@@ -252,8 +264,8 @@ class Serving:
 
         return {
             "weights_bytes": self.weights_bytes,
-            "kv_bytes_per_token": by_cache(self.cache.per_token) if self.cache else None,
-            "kv_bytes_per_sequence": by_cache(self.cache.per_sequence) if self.cache else None,
+            "kv_bytes_per_token": self.cache and by_cache(self.cache.per_token),
+            "kv_bytes_per_sequence": self.cache and by_cache(self.cache.per_sequence),
             "unknown": self.unknown,
             "fits": [fit.to_json() for fit in self.fits],
         }
@@ -428,13 +440,15 @@ def layers_with_cache(config: Mapping[str, Any]) -> int | None:
         The number of layers; None if config.json does not say.
     """
     count = _count(config, LAYERS)
-    return count - (_count(config, SHARED) or 0) if count else None
+    return count and count - (_count(config, SHARED) or 0)
 
 
 def _count(config: Mapping[str, Any], key: str | None) -> int | None:
     """A positive count from config.json; None if it is absent or implausible."""
     value = config_value(config, key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12 else None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10**12:
+        return None
+    return value
 
 
 def _cached_rows(line: PlanLine, cached: CachedRows, entry: ModuleRules, config: Mapping[str, Any]) -> list[int]:
@@ -478,13 +492,17 @@ def _layer_memory(
 
 def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]) -> int:
     """Bytes that a layer caches for a sequence: bfloat16 inputs of its convolution, and its recurrent state."""
-    inputs = 2 * line.shape[0] * (line.shape[-1] - 1) if kind.has_convolution else 0
     sizes = [_count(config, key) for key in kind.sizes]
-    dtype = config.get(kind.dtype, kind.default_dtype) if kind.dtype else kind.default_dtype
-    itemsize = DTYPE_BYTES.get(dtype) if isinstance(dtype, str) else None
+    itemsize = DTYPE_BYTES.get(str(config.get(kind.dtype or "", kind.default_dtype)))
     if None in sizes or itemsize is None:
         raise UnknownCache(f"the size of a state: config.json's {', '.join(filter(None, (*kind.sizes, kind.dtype)))}")
-    return inputs + (itemsize * prod(size for size in sizes if size is not None) if sizes else 0)
+
+    nbytes = 0
+    if kind.has_convolution:
+        nbytes += 2 * line.shape[0] * (line.shape[-1] - 1)
+    if sizes:
+        nbytes += itemsize * prod(filter(None, sizes))
+    return nbytes
 
 
 def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], int | None]:
@@ -494,8 +512,12 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
     if isinstance(types, list):
 
         def window_by_type(layer: int) -> int | None:
-            key = WINDOWED.get(types[layer]) if layer < len(types) and isinstance(types[layer], str) else None
-            return _window(config, key) if key else None
+            if layer >= len(types):
+                return None
+            key = WINDOWED.get(str(types[layer]))
+            if key is None:
+                return None
+            return _window(config, key)
 
         return window_by_type
     if not config.get(rule.size) or config.get("use_sliding_window") is False:

@@ -109,9 +109,11 @@ def scheme_name(plan: Plan) -> str:
     """
     if plan.decisions.keeps:
         return KEPT
-    if plan.scheme is None:
-        return UNCHANGED if plan.quantization_config else "bf16"
-    return plan.scheme.name
+    if plan.scheme:
+        return plan.scheme.name
+    if plan.quantization_config:
+        return UNCHANGED
+    return "bf16"
 
 
 def title(plan: Plan) -> str:
@@ -119,15 +121,20 @@ def title(plan: Plan) -> str:
 
     Without a scheme: "weights as they are" if they are copied, "bfloat16 weights" if they are decoded.
     """
+    if not plan.quantization_config:
+        return "bfloat16 weights"
     if plan.scheme is None:
-        return "weights as they are" if plan.quantization_config else "bfloat16 weights"
+        return "weights as they are"
+
     counts = schemes(plan)
     most, *others = counts
     total = sum(counts.values())
     titles = [most.title]
     for other in others:
-        number = f"{other.format.number.name}, " if other.format.number.name != most.format.number.name else ""
-        titles.append(f"{counts[other]} of {total} layers {number}{other.title}")
+        text = f"{counts[other]} of {total} layers "
+        if other.format.number.name != most.format.number.name:
+            text += f"{other.format.number.name}, "
+        titles.append(text + other.title)
     return ", ".join(titles)
 
 
@@ -141,13 +148,16 @@ def description(plan: Plan) -> str:
         Numeric format, and what shares a scale: "float8_e4m3fn, one scale per tensor"; layers of other schemes follow.
         "bfloat16 weights" or "weights as they are" if nothing is quantized.
     """
-    return title(plan) if plan.scheme is None else f"{plan.scheme.format.number.name}, {title(plan)}"
+    if plan.scheme is None:
+        return title(plan)
+    return f"{plan.scheme.format.number.name}, {title(plan)}"
 
 
 def numbers(plan: Plan) -> str:
     """Name the weights' numeric formats: "FP8", "FP8 and INT8" or "BF16"; "unchanged" if none is quantized here."""
-    titles = dict.fromkeys(scheme.format.number.title for scheme in plan.decisions.schemes)
-    return (" and ".join(titles) or "unchanged") if plan.quantization_config else "BF16"
+    if not plan.quantization_config:
+        return "BF16"
+    return " and ".join(dict.fromkeys(scheme.format.number.title for scheme in plan.decisions.schemes)) or "unchanged"
 
 
 def suffix(plan: Plan) -> str:
@@ -156,10 +166,15 @@ def suffix(plan: Plan) -> str:
     """
     if plan.decisions.keeps:
         return KEPT_SUFFIX
-    cache_suffix = "-KV8" if has_fp8_cache(plan) else ""
+
+    name = ""
     if plan.scheme:
-        return plan.scheme.suffix + cache_suffix
-    return cache_suffix if plan.quantization_config else f"-BF16{cache_suffix}"
+        name = plan.scheme.suffix
+    elif not plan.quantization_config:
+        name = "-BF16"
+    if has_fp8_cache(plan):
+        name += "-KV8"
+    return name
 
 
 def cache_layers(plan: Plan) -> int:
@@ -169,7 +184,9 @@ def cache_layers(plan: Plan) -> int:
 
 def engines(plan: Plan) -> tuple[str, ...]:
     """Return the engines that can serve the output: ("vLLM", "SGLang")."""
-    return ("vLLM", "SGLang") if sglang_refusal(plan.entry, plan.decisions) is None else ("vLLM",)
+    if sglang_refusal(plan.entry, plan.decisions):
+        return ("vLLM",)
+    return ("vLLM", "SGLang")
 
 
 def parallel_sizes(plan: Plan) -> list[int]:
@@ -378,8 +395,12 @@ def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
 
     entry = plan.entry
     rule = entry.rule(module)
-    shape = tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
-    decision = Decision(None, tensor.why) if isinstance(tensor, PassthroughTensor) else plan.decisions.of(module)
+    if isinstance(tensor, PassthroughTensor):
+        shape = tensor.tensor.shape
+        decision = Decision(None, tensor.why)
+    else:
+        shape = tensor.shape
+        decision = plan.decisions.of(module)
     source, output = _tensors(tensor, decision.scheme)
 
     ranks = None
@@ -393,7 +414,7 @@ def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
     return ModuleExplanation(
         module=module,
         modules=tuple(module.name for module in modules),
-        scheme=decision.scheme.name if decision.scheme else None,
+        scheme=decision.scheme and decision.scheme.name,
         why=_why(plan, module, decision.why),
         rule=_rule(plan, tensor, decision.why),
         shape=shape,
@@ -429,7 +450,9 @@ def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | No
         for pattern in absolute_patterns(model, patterns):
             if compile_pattern(pattern).fullmatch(module):
                 return Rule(field, pattern)
-    return Rule("rest", None) if why and why == model.rest else None
+    if why and why == model.rest:
+        return Rule("rest", None)
+    return None
 
 
 def _tensors(
@@ -438,9 +461,14 @@ def _tensors(
     """The tensors of the source, and those of the output, of a weight or passthrough tensor."""
     if isinstance(tensor, Weight):
         return tensor.parts or (tensor.source,), output_tensors(tensor, scheme)
+    output = (tensor.tensor,)
+    if isinstance(tensor.value, TensorInfo):
+        return (tensor.value,), output
     if tensor.value is not None:
-        return (tensor.value,) if isinstance(tensor.value, TensorInfo) else (), (tensor.tensor,)
-    return tensor.weight.parts if tensor.weight else (tensor.tensor,), (tensor.tensor,)
+        return (), output
+    if tensor.weight:
+        return tensor.weight.parts, output
+    return output, output
 
 
 def _ranks(plan: Plan, shape: tuple[int, int], split: ParallelSplit | None, group: Group) -> RankSplit:
@@ -492,7 +520,9 @@ def _hint(plan: Plan, requested: str) -> str:
     for family in difflib.get_close_matches(template(requested), families, _MOST_OFFERED, _LEAST_SIMILARITY):
         numbers = iter([part for part in requested.split(".") if part.isdecimal()])
         name = ".".join(next(numbers, part) if part == "*" else part for part in family.split("."))
-        offered.append(name if name in names else families[family])
+        if name not in names:
+            name = families[family]
+        offered.append(name)
 
     if offered:
         return f"nearest is {' or '.join(offered)}; compress --dry-run lists all"

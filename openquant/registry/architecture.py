@@ -113,7 +113,9 @@ class ExpertLayout:
     @property
     def place(self) -> str:
         """Pattern of the module that holds the stacked tensors."""
-        return self.path.rsplit(".", 1)[0] if self.beside else self.path
+        if self.beside:
+            return self.path.rsplit(".", 1)[0]
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -474,7 +476,9 @@ def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
         return "", rest
     number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
     rest = rest.removeprefix(number)
-    return (number, rest.removeprefix(tail)) if number and rest.startswith(tail) else None
+    if not number or not rest.startswith(tail):
+        return None
+    return number, rest.removeprefix(tail)
 
 
 def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
@@ -664,7 +668,9 @@ class ModuleRules:
     def experts(self, module: str) -> str | None:
         """Return the path of the experts that a module belongs to, "model.layers.0.mlp.experts"; None if none."""
         depth = self.rule(module).expert_depth
-        return module.rsplit(".", depth)[0] if depth else None
+        if depth == 0:
+            return None
+        return module.rsplit(".", depth)[0]
 
     def vllm_name(self, module: str) -> str:
         """Return the name by which vLLM looks a module up: its own, that of the layer it is fused into, or for stacked

@@ -150,10 +150,9 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
 
         module = name.removesuffix(".weight")
         fmt = quantization.format_of(module)
-        names = [
-            *([fmt.scale_of(name)] if fmt else []),
-            *(name + suffix for suffix in (*_SCALE_SUFFIXES, _STACK_SUFFIXES[0])),
-        ]
+        names = [name + suffix for suffix in (*_SCALE_SUFFIXES, _STACK_SUFFIXES[0])]
+        if fmt:
+            names.insert(0, fmt.scale_of(name))
 
         # DeepSeek V4's name. Engines find scales under it only where they are exponents.
         exponents = tensors.get(f"{module}.scale")
@@ -161,11 +160,15 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
             names.append(exponents.name)
 
         scales = _present(tensors, names)
-        global_scale = tensors.get(f"{module}.{fmt.global_scale.name}") if fmt and fmt.global_scale else None
-        zeros = tensors.get(f"{module}.{fmt.zero_point}") if fmt and fmt.zero_point else None
+        global_scale = None
+        if fmt and fmt.global_scale:
+            global_scale = tensors.get(f"{module}.{fmt.global_scale.name}")
+        zeros = None
+        if fmt and fmt.zero_point:
+            zeros = tensors.get(f"{module}.{fmt.zero_point}")
         companions = _present(tensors, [*(f"{module}.{suffix}" for suffix in _COMPANIONS), name + _STACK_SUFFIXES[1]])
 
-        yield CodesAndScale(name, info, fmt, scales[0] if scales else None, global_scale, zeros, tuple(companions))
+        yield CodesAndScale(name, info, fmt, next(iter(scales), None), global_scale, zeros, tuple(companions))
 
 
 def stored_twice(
@@ -202,8 +205,10 @@ def _unquantized_name(info: TensorInfo) -> str | None:
         return info.name.removesuffix("_blocks")
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
         # Scales may be FP8, too.
-        return None if info.name.endswith(_SCALE_SUFFIXES) else info.name
-    return info.name if info.name.endswith(".weight") and info.dtype in (*CODES, "U8", "I32") else None
+        is_codes = not info.name.endswith(_SCALE_SUFFIXES)
+    else:
+        is_codes = info.name.endswith(".weight") and info.dtype in (*CODES, "U8", "I32")
+    return info.name if is_codes else None
 
 
 def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[TensorInfo]:
@@ -221,13 +226,18 @@ def unread_tensors(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight])
         Full tensor names, in the order of `tensors`.
     """
     leftovers = [name for name in tensors if name.endswith(_LEFTOVERS) and not _CACHE_SCALE.fullmatch(name)]
-    # Zero points that the format of the weight has are read.
-    zero_points = {
-        module: f"{module}.{weight.format.zero_point}" if weight.format and weight.format.zero_point else None
-        for weight in (weights if leftovers else ())
-        for module in (weight.codes.name.rpartition(".")[0],)
-    }
-    return [name for name in leftovers if zero_points.get(name.rpartition(".")[0], name) != name]
+    if not leftovers:
+        return []
+
+    # Zero points that the format of the weight has are read; others beside codes are not.
+    modules = set()
+    zero_points = set()
+    for weight in weights:
+        module = weight.codes.name.rpartition(".")[0]
+        modules.add(module)
+        if weight.format and weight.format.zero_point:
+            zero_points.add(f"{module}.{weight.format.zero_point}")
+    return [name for name in leftovers if name.rpartition(".")[0] in modules and name not in zero_points]
 
 
 def tool_config_file(config: dict[str, Any], root: Path) -> str | None:
@@ -262,7 +272,9 @@ def with_tool_config(config: dict[str, Any], root: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise SourceError(f"{root / name} is not a JSON object", "download or copy it again")
     # AutoAWQ's file first had the name of AutoGPTQ's.
-    method = "awq" if "w_bit" in settings else TOOL_CONFIG_FILES[name]
+    method = TOOL_CONFIG_FILES[name]
+    if "w_bit" in settings:
+        method = "awq"
     return {**config, "quantization_config": {"quant_method": method, **settings}}
 
 
@@ -373,7 +385,9 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         message = error.message.replace(
             "config.json", tool_config_file(checkpoint.config, checkpoint.root) or "config.json", 1
         )
-        hint = f"{error.hint}" if UNQUANTIZED in str(error.hint) else f"{error.hint}; or {UNQUANTIZED}"
+        hint = str(error.hint)
+        if UNQUANTIZED not in hint:
+            hint += f"; or {UNQUANTIZED}"
         raise PlanError(f"the source is already quantized: {message}", hint) from None
 
 
@@ -454,7 +468,8 @@ def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
     elif fmt.group == (1, None):
         # One scale for each output, which is a row of some layouts and a column of others.
         groups = {(experts, rows, 1): (1, None), (experts, 1, cols): (None, 1)}
-        groups |= {(experts, rows): (1, None), (experts, cols): (None, 1)} if rows != cols else {}
+        if rows != cols:
+            groups |= {(experts, rows): (1, None), (experts, cols): (None, 1)}
     else:
         groups = {(experts, *grid_of(fmt.group, shape)): fmt.group}
 
@@ -466,9 +481,10 @@ def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
         )
 
     input_scale = _input_scale(pair)
+    if input_scale is not None and math.prod(input_scale.shape) != 1:
+        input_scale = None
     return _weight(pair, shape, replace(fmt, group=groups[scale.shape]), scale)._replace(
-        source=TensorInfo(pair.name, DECODED_DTYPE, pair.codes.shape),
-        input_scale=input_scale if input_scale is not None and math.prod(input_scale.shape) == 1 else None,
+        source=TensorInfo(pair.name, DECODED_DTYPE, pair.codes.shape), input_scale=input_scale
     )
 
 

@@ -113,7 +113,9 @@ class ErrorSum:
     def times_rounding(self) -> float:
         """The error relative to that of the nearest codes."""
         relative = relative_error(self.signal, self.noise)
-        return relative / max(relative_error(self.signal, self.rounding), ROUNDED) if relative else 1.0
+        if relative == 0:
+            return 1.0
+        return relative / max(relative_error(self.signal, self.rounding), ROUNDED)
 
     @property
     def excess(self) -> str | None:
@@ -194,23 +196,33 @@ class Comparison:
         self.divisor = divisor
 
         # Schemes that may have chosen the scales; the last one gives `expected_scale` if none of them did.
-        self.candidates: tuple[Scheme, ...] = () if scheme is None else (scheme,)
+        self.candidates: list[Scheme] = []
         if scheme is not None and scheme.searches_scales:
-            clipped = [replace(scheme, clip_ratios=(ratio,)) for ratio in (scheme.clip_ratios if weighed else ())]
-            self.candidates = (scheme.unsearched, *clipped, scheme)
+            self.candidates.append(scheme.unsearched)
+            if weighed:
+                self.candidates += [replace(scheme, clip_ratios=(ratio,)) for ratio in scheme.clip_ratios]
+        if scheme is not None:
+            self.candidates.append(scheme)
 
         self.number = fmt.number
         height, width = fmt.group
-        self.group = height, width if width is not None and width < shape[1] else None
+        if width is not None and width >= shape[1]:
+            width = None
+        self.group = height, width
         self.scale = scale.reshape(grid_of(self.group, shape))
-        self.zeros = None if zeros is None else zeros.reshape(self.scale.shape)
+        self.zeros: Floats | None = None
+        self.expected_zeros: Floats | None = None
+        if zeros is not None:
+            self.zeros = zeros.reshape(self.scale.shape)
+            self.expected_zeros = np.full(self.scale.shape, np.nan, np.float32)
 
         self.absmax = np.zeros(self.scale.shape, np.float32)
         self.expected_scale = np.full(self.scale.shape, np.nan, np.float32)
-        self.expected_zeros = None if zeros is None else np.full(self.scale.shape, np.nan, np.float32)
 
         # Relative error of scales: some were rounded to 16 bits after the codes were made; else float32 rounding.
-        self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
+        self.slack = 2.0**-20
+        if scale_dtype in ("BF16", "F16"):
+            self.slack = 2.0**-8
 
         self.error = ErrorSum()
         self.finite = True
@@ -362,7 +374,9 @@ def relative_error(signal: float, noise: float) -> float:
     Returns:
         sqrt(noise / signal). If all weights are zero: 1.0 with any error, else 0.0.
     """
-    return math.sqrt(noise / signal) if signal else float(noise > 0)
+    if signal == 0:
+        return float(noise > 0)
+    return math.sqrt(noise / signal)
 
 
 def _row_products(left: Floats, right: Floats) -> npt.NDArray[np.float64]:
@@ -461,4 +475,6 @@ class LostWeights:
     def unusual(self) -> bool:
         """Whether far more weights became zero than do in a layer without such large ones."""
         limit = USUAL_ZEROS.get(self._format.number, USUAL_ZEROS_OF_OTHERS)
-        return self._lost > self._weights * (limit if self._known else max(limit, ZEROS_OF_UNKNOWN))
+        if not self._known:
+            limit = max(limit, ZEROS_OF_UNKNOWN)
+        return self._lost > self._weights * limit

@@ -41,7 +41,9 @@ def rows_at_once(weight: Weight, multiple: int) -> int:
     """
     rows, cols = weight.shape
     fmt = weight.format
-    limit = BUFFER if fmt is None or fmt.blocks is not None else 2 * BUFFER
+    limit = 2 * BUFFER
+    if fmt is None or fmt.blocks is not None:
+        limit = BUFFER
     if weight.transposed:
         limit = TRANSPOSED_BUFFER
     if fmt is not None and fmt.columns is not None:
@@ -70,11 +72,15 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
         # Blocks, which are at most as large; and what the package gguf makes of them, with its own temporary arrays.
         return buffer, 3 * buffer
     # Codes take at most a quarter of the float32 values, and so do scales of groups of 32 or more.
-    extra = buffer // 2 + (buffer // 4 if weight.transposed else 0)
+    extra = buffer // 2
+    if weight.transposed:
+        extra += buffer // 4
     columns = weight.format.columns
     if columns is not None:
         # Steps of transposing a strip; with act-order also a scale and a zero point for each weight.
-        extra += 4 * STRIP + (2 * buffer if columns.act_order else 0)
+        extra += 4 * STRIP
+        if columns.act_order:
+            extra += 2 * buffer
     return buffer, extra
 
 
@@ -234,7 +240,8 @@ class Reader:
             # With act-order the inputs of a group lie anywhere: give each input a scale of its own.
             fmt = replace(fmt, group=(1, 1))
             scale = scale[:, index]
-            zero = None if zero is None else zero[:, index]
+            if zero is not None:
+                zero = zero[:, index]
 
         self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
 
@@ -462,7 +469,9 @@ class Reader:
             return np.ones((1, 1), np.float32)
         scale = self.read_scale(info).reshape(1, 1)
         check_scales(scale, info.name, self.where[info.name].shard, SMALLEST_SCALE)
-        return scale if fmt.global_scale.divides else np.float32(1) / scale
+        if fmt.global_scale.divides:
+            return scale
+        return np.float32(1) / scale
 
     def exact_global_scale(self, fused: Sequence[Weight], scheme: Scheme) -> Floats | None:
         """Return the global scale under which codes in MXFP4 stay as they are in NVFP4, and no value changes.
@@ -504,7 +513,9 @@ class Reader:
 
         # The limit is that of all global scales; a larger one could be infinite.
         global_scale = min(2.0**8 / largest, LARGEST_GLOBAL_SCALE)
-        return np.full((1, 1), global_scale, np.float32) if smallest * global_scale >= 2.0**-9 else None
+        if smallest * global_scale < 2.0**-9:
+            return None
+        return np.full((1, 1), global_scale, np.float32)
 
     def keeps_shared_scale(self, fused: Sequence[Weight], scheme: Scheme) -> bool:
         """Return whether fused layers already have one scale in common that engines load under a scheme.
@@ -557,7 +568,10 @@ def _read_columns(source: SourceFile, extent: Extent, at: int, into: Bytes) -> N
 
 def _overflowing_scale(fmt: Format) -> np.float32:
     """Return the smallest magnitude of a scale at which the largest code overflows bfloat16."""
-    return np.float32(OVERFLOW / np.float32(fmt.number.largest * (1 if fmt.zero_point is None else 2)))
+    largest = fmt.number.largest
+    if fmt.zero_point is not None:
+        largest *= 2
+    return np.float32(OVERFLOW / np.float32(largest))
 
 
 def check_scales(scale: Floats, name: str, shard: str, least: float, signed: bool = False) -> None:
@@ -573,7 +587,10 @@ def check_scales(scale: Floats, name: str, shard: str, least: float, signed: boo
     Raises:
         SourceError: a scale is refused.
     """
-    refused = ~(np.isfinite(scale) & ((np.abs(scale) if signed else scale) >= least))
+    magnitude = scale
+    if signed:
+        magnitude = np.abs(scale)
+    refused = ~(np.isfinite(scale) & (magnitude >= least))
     if refused.any():
         raise SourceError(
             f"{name} in {shard} holds {scale[refused][0]:g}, which is not a valid scale",

@@ -90,7 +90,9 @@ class Calibration:
         calibration lacks it.
         """
         statistics = self._by_tensor.get(tensor)
-        return statistics if statistics is not None and statistics.tokens else None
+        if statistics is None or not statistics.tokens:
+            return None
+        return statistics
 
     @property
     def described(self) -> str:

@@ -121,7 +121,9 @@ class Weight(NamedTuple):
     @property
     def dtype(self) -> str:
         """Dtype of the rows that a Reader gives: the stored one, or "F32" if they are decoded or smoothed."""
-        return self.source.dtype if self.format is None and not self.smoothed else "F32"
+        if self.format or self.smoothed:
+            return "F32"
+        return self.source.dtype
 
     @property
     def nbytes(self) -> int:
@@ -156,24 +158,32 @@ class Weight(NamedTuple):
     @property
     def scale(self) -> TensorInfo | None:
         """The tensor of scales; None if it is missing."""
-        return self.parts[1] if len(self.parts) > 1 else None
+        if len(self.parts) < 2:
+            return None
+        return self.parts[1]
 
     @property
     def global_scale(self) -> TensorInfo | None:
         """The tensor of the global scale; None if the format has none."""
-        return self.parts[2] if self.format and self.format.global_scale and len(self.parts) > 2 else None
+        if not self.format or not self.format.global_scale or len(self.parts) < 3:
+            return None
+        return self.parts[2]
 
     @property
     def zero_points(self) -> TensorInfo | None:
         """The tensor of zero points; None for symmetric formats."""
-        return self.parts[2] if self.format and self.format.zero_point and len(self.parts) > 2 else None
+        if not self.format or not self.format.zero_point or len(self.parts) < 3:
+            return None
+        return self.parts[2]
 
     @property
     def shared_scale(self) -> TensorInfo | None:
         """The scale that all layers fused with this one share; None if the format has none or it is missing."""
         if self.format is None or not self.format.shares_scale:
             return None
-        return self.scale if self.format.shared else self.global_scale
+        if self.format.shared:
+            return self.scale
+        return self.global_scale
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -196,7 +206,9 @@ class Weight(NamedTuple):
         same_meaning = self.format is not None and (self.format.input_global_scale is None) == (
             fmt.input_global_scale is None
         )
-        return self.input_scale if fmt.input_scale is not None and same_meaning else None
+        if fmt.input_scale is None or not same_meaning:
+            return None
+        return self.input_scale
 
     @property
     def matrices(self) -> list[Weight]:
@@ -233,16 +245,22 @@ class Weight(NamedTuple):
         Args:
             where: shard file name and byte offset of each tensor, by full tensor name.
         """
-        info = self.parts[0] if self.format else self.source
+        info = self.source
+        if self.format:
+            info = self.parts[0]
         rows = self.shape[0]
         location = where[info.name]
-        label = f"{info.name}[{self.expert}]" if self.expert >= 0 else info.name
-        expert_offset = self.expert * (info.nbytes // info.shape[0]) if self.expert >= 0 else 0
+        label = info.name
+        offset = location.offset
+        if self.expert >= 0:
+            label += f"[{self.expert}]"
+            offset += self.expert * (info.nbytes // info.shape[0])
+
         itemsize = DTYPE_BITS[info.dtype] // 8
         in_rows = self.format is not None and not self.transposed
         pitch = self.row_bytes if in_rows else info.shape[-1] * itemsize
         step = itemsize if self.transposed else pitch
-        return Extent(label, location.shard, location.offset + expert_offset + self.part * rows * step, pitch)
+        return Extent(label, location.shard, offset + self.part * rows * step, pitch)
 
     def scale_extent(self, where: Mapping[str, Location]) -> Extent:
         """Return where its scales lie. One row of scales belongs to one row of groups; transposed weights store it as a
@@ -456,7 +474,7 @@ class ColumnReader:
         """Read the codes of rows from `low` on into `into` [rows, bytes], as row formats store them."""
         fmt = weight.format
         assert fmt is not None
-        order = fmt.columns.order if fmt.columns else None
+        order = fmt.columns and fmt.columns.order
         if order is None:
             raw = self._read_strip(source, weight.codes, low, len(into))
             into[:] = np.ascontiguousarray(raw.view(np.uint32).T).view(np.uint8)
@@ -672,12 +690,16 @@ def per_rank_projections(
 def _rows(config: Mapping[str, Any], ranks: int, heads: str, size: str) -> int:
     """Return the rows of one rank: its heads times the rows of a head; 0 if config.json does not say."""
     count = _positive(config, heads)
-    return count // ranks * _positive(config, size) if ranks and count % ranks == 0 else 0
+    if ranks == 0 or count % ranks:
+        return 0
+    return count // ranks * _positive(config, size)
 
 
 def _positive(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    return value if isinstance(value, int) and value > 0 else 0
+    if not isinstance(value, int):
+        return 0
+    return max(0, value)
 
 
 # Scales of double quantization may be a little below zero. Codes are at most 1, so that none this small overflows.
