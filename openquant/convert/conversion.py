@@ -108,9 +108,7 @@ def worker_memory(plan: Plan, device: str) -> int:
             decoding += weight.shape[0] * weight.shape[1] * 2
         temporary = max(temporary, decoding)
     # torch allocates pinned memory in powers of two.
-    buffer = largest_piece
-    if device != "cpu":
-        buffer = 1 << (largest_piece + ALIGNMENT - 1).bit_length()
+    buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
     # One buffer for reading, two for writing.
     return 3 * buffer + temporary + KERNEL_MEMORY
 
@@ -124,10 +122,7 @@ def worth_compiling(plan: Plan) -> bool:
     searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
     passthrough = (kept.weight for kept in plan.decisions.passthrough if kept.weight is not None)
     num_weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *passthrough))
-    enough = LARGE
-    if searches:
-        enough //= 4
-    return num_weights >= enough and find_spec("numba") is not None
+    return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
 @dataclass(frozen=True)

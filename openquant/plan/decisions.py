@@ -16,7 +16,7 @@ from ..errors import PlanError
 from ..files.shardfile import TensorInfo, TensorPlace
 from ..formats.numbers import with_fp8_cache
 from ..formats.schemes import Scheme
-from ..patterns import compile_any, template
+from ..patterns import compile_any
 from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head, is_table
 from ..weights.statistics import Calibration, PlaceholderCalibration
 from ..weights.weight import UNDECIDED, Weight, WeightTransforms
@@ -122,24 +122,6 @@ class PlanOptions:
         """Return a function that says whether `ignore` matches a module."""
         ignored = compile_any(text.removesuffix(".weight") for text in self.ignore)
         return lambda module: ignored.fullmatch(module) is not None
-
-
-class StoredLayout(NamedTuple):
-    """The schemes of an existing output directory, to make the same plan again.
-
-    Attributes:
-        unquantized: modules that are not quantized. Where all modules of a name template are, the template stands for
-            them: "model.layers.*.mlp.gate".
-        schemes: modules or templates whose scheme is not that of most layers; when fused layers need one scheme, the
-            one that comes first here is chosen.
-    """
-
-    unquantized: set[str]
-    schemes: dict[str, Scheme]
-
-    def is_unquantized(self, module: str) -> bool:
-        """Whether a module is not quantized in the directory."""
-        return module in self.unquantized or template(module) in self.unquantized
 
 
 @dataclass(frozen=True)

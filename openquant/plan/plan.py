@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -47,15 +47,13 @@ from .architecture import (
     text_config,
 )
 from .assign import (
+    EngineLimits,
+    LayerChoice,
+    SourceChoice,
     assign_schemes,
     check_options,
-    problem_finder,
     refuse_changes,
     refuse_size,
-    requested_schemes,
-    scale_problem_finder,
-    schemes_of_output,
-    schemes_of_source,
     why_no_input_scale,
 )
 from .completeness import check_layer_count, completeness_notes, token_misfits
@@ -67,7 +65,6 @@ from .decisions import (
     PassthroughTensor,
     PlanOptions,
     StackedTensor,
-    StoredLayout,
     apply_transforms,
     gptq_weights,
     quantization_config,
@@ -219,8 +216,7 @@ def make_plan(
     options: PlanOptions | None = None,
     identity: str = "",
     architecture: str | Architecture | None = None,
-    stored: StoredLayout | None = None,
-    keeps: Mapping[Format, Scheme] | None = None,
+    choice: LayerChoice | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
 
@@ -231,8 +227,7 @@ def make_plan(
         identity: text that tells this source from another with the same headers; it is part of the plan's digest.
         architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
             checkpoint's own class.
-        stored: schemes of an existing directory, to make its plan again; they replace those of the options.
-        keeps: for --scheme keep, the scheme of each format of the source's weights; all codes and scales are kept.
+        choice: what says which layers get which scheme; the options if None.
 
     Returns:
         The decision about each tensor, quantization_config and notes. Its shards are laid out on demand.
@@ -247,7 +242,8 @@ def make_plan(
     """
     options = options or PlanOptions()
     model = find_architecture(checkpoint, architecture)
-    of_layers = [scheme, *(stored.schemes.values() if stored else ()), *(keeps.values() if keeps else ())]
+    choice = choice or LayerChoice(options)
+    of_layers = [scheme, *choice.schemes]
     schemes = [*of_layers, *(other for _, other in options.scheme_for)]
     refuse_schemes(model, schemes)
     if options.gptq:
@@ -258,7 +254,7 @@ def make_plan(
     check_options(options)
     model = _add_tables(model, decoded, scheme, options)
 
-    has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
+    has_input_scales = choice.is_decided or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
 
     entry = ModuleRules(model)
@@ -267,30 +263,27 @@ def make_plan(
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
     # embeddings, output heads and routers.
-    in_scheme = keeps is not None or (
-        bool(weights) and all(any(weight.is_stored_as(one.format) for one in of_layers) for weight in weights.values())
-    )
-    is_ignored = stored.is_unquantized if stored else options.ignores()
-    items, layers = sort_tensors(decoded, weights, entry, is_ignored, in_scheme)
+    in_scheme = isinstance(choice, SourceChoice) or _all_in_scheme(weights.values(), of_layers)
+    items, layers = sort_tensors(decoded, weights, entry, choice.is_unquantized, in_scheme)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
     if options.transforms is not None:
         apply_transforms(items, layers, options.transforms)
 
-    cache_notes: list[str] = []
-    if options.fp8_kv_cache:
-        attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
-        cache_notes = add_scales(items, decoded, attentions, options.calibration)
+    cache_notes = _add_cache_scales(items, decoded, entry, options)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
 
     # Decide.
-    decisions, scheme_notes = _assign_layers(
-        entry, scheme, schemes, options, items, layers, config, stored, keeps, keeps_choice=in_scheme
-    )
+    fused = entry.fused_groups(layers)
+    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
+    keeps = isinstance(choice, SourceChoice)
+    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps)
+    limits = EngineLimits(decisions, entry, config, options, choice.is_decided)
+    decisions, scheme_notes = _assign_layers(limits, choice, in_scheme)
 
     # Describe.
-    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.iter_decisions())
+    formats = ((layer, chosen.scheme and chosen.scheme.format) for layer, chosen in decisions.iter_decisions())
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = [
@@ -307,6 +300,23 @@ def make_plan(
         source_notes=about_source,
         identity=identity,
     )
+
+
+def _all_in_scheme(weights: Collection[Weight], schemes: Iterable[Scheme]) -> bool:
+    """Return whether a source is quantized, and all its weights are stored as one of some schemes does."""
+    formats = [scheme.format for scheme in schemes]
+    return bool(weights) and all(any(map(weight.is_stored_as, formats)) for weight in weights)
+
+
+def _add_cache_scales(
+    items: dict[str, list[Item]], decoded: Checkpoint, entry: ModuleRules, options: PlanOptions
+) -> list[str]:
+    """Add scales of an FP8 KV cache to the tensors, if options ask for one; with notes."""
+    if not options.fp8_kv_cache:
+        return []
+    modules = (info.module for info in decoded.tensors.values())
+    attentions = find_cached_attentions(modules, entry, text_config(decoded, entry.model))
+    return add_scales(items, decoded, attentions, options.calibration)
 
 
 def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleRules) -> tuple[str, ...]:
@@ -330,44 +340,21 @@ def _add_tables(model: Architecture, decoded: Checkpoint, scheme: Scheme, option
     return model
 
 
-def _assign_layers(
-    entry: ModuleRules,
-    scheme: Scheme,
-    schemes: Sequence[Scheme],
-    options: PlanOptions,
-    items: dict[str, list[Item]],
-    layers: dict[str, Weight],
-    config: dict[str, Any],
-    stored: StoredLayout | None,
-    keeps: Mapping[Format, Scheme] | None,
-    keeps_choice: bool,
-) -> tuple[Decisions, list[str]]:
+def _assign_layers(limits: EngineLimits, choice: LayerChoice, in_scheme: bool) -> tuple[Decisions, list[str]]:
     """Decide the scheme of each layer, and refuse what no engine loads; with notes."""
-    fused = entry.fused_groups(layers)
-    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
-
-    if stored:
-        requested = schemes_of_output(stored, layers)
-    elif keeps is not None:
-        requested = schemes_of_source(keeps, scheme, layers)
-    else:
-        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
-
-    asked = not stored and keeps is None
-    unquantized = {module for module, layer in layers.items() if asked and keeps_choice and layer.format is None}
-    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
-    find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
-    overrides, scheme_notes = assign_schemes(
-        entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
-    )
+    decisions = limits.decisions
+    requested = choice.request(decisions)
+    unquantized: set[str] = set()
+    if in_scheme and not choice.is_decided:
+        unquantized = {module for module, layer in decisions.layers.items() if layer.format is None}
+    overrides, scheme_notes = assign_schemes(limits, requested, unquantized)
     decisions = replace(decisions, overrides=overrides)
 
-    if keeps is not None:
-        refuse_changes(decisions, keeps)
-    refuse_experts(entry, decisions)
+    if isinstance(choice, SourceChoice):
+        refuse_changes(decisions, choice.by_format)
+    refuse_experts(limits.entry, decisions)
     refuse_embedding_schemes(decisions)
-    refuse_nameless(entry, decisions)
+    refuse_nameless(limits.entry, decisions)
     return decisions, scheme_notes
 
 
@@ -584,7 +571,7 @@ def make_kept_plan(
             "scales of groups are the source's bytes"
         )
 
-    plan = make_plan(checkpoint, scheme, options, identity, architecture, keeps=keeps)
+    plan = make_plan(checkpoint, scheme, options, identity, architecture, SourceChoice(options, keeps))
     return replace(plan, notes=(*plan.notes, *notes))
 
 
