@@ -46,9 +46,8 @@ from .formats.names import (
     SchemeName,
 )
 from .formats.schemes import SCHEMES, find_scheme
-from .hub.fetch import supply_shards
 from .hub.publish import Publisher
-from .hub.source import silent
+from .hub.source import silent, supply_shards
 from .job import (
     MOST_WORKERS,
     Opened,

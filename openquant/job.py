@@ -22,15 +22,14 @@ from .files.checkpoint import Checkpoint, Stamp, readable
 from .files.destination import Needs, WeightFacts
 from .files.model_files import CARD_FILE, read_small
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
-from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
-from .hub.source import Source, find_source
+from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import available_cpus, find_device
 from .options import Push, Run, files_read
 from .plan import summary
 from .plan.decisions import rounded_bytes
 from .plan.plan import Plan
-from .plan.static_scales import chosen_scales
+from .plan.serving import chosen_scales
 from .result import Place
 from .streaming.memory import MemoryStep, memory_left
 

@@ -24,9 +24,8 @@ from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, r
 from .files.output import REPLACE, Claim
 from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
-from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
-from .hub.source import Source, repository_source, silent
+from .hub.source import ShardSupply, Source, repository_source, silent
 from .job import Prepared, claim_of, in_all_ranks, source_needs
 from .options import Push
 from .plan import summary

@@ -60,10 +60,10 @@ from ..plan.layout import (
 )
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
-from ..weights.quant_error import LostWeights
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
+    LostWeights,
     Reader,
     check_scales,
     divided_scales,

@@ -1,10 +1,8 @@
-"""Configs of AutoAWQ, GPTQ, auto-round and Quark: the layouts that they stand for, and ignore lists.
+"""Configs of AutoAWQ, GPTQ, auto-round and Quark: the layouts that they stand for.
 
 The first three store integers in transposed words. A weight is (code - zero point of its group) * scale, as in
 compressed-tensors, which packs words along rows. A config may store some layers otherwise: GPTQ's `dynamic`,
 auto-round's `extra_config`. Quark's is read as vLLM reads it (layers/quantization/quark/quark.py).
-
-Ignore lists are matched as engines match them; the plan makes ours.
 
     read_gptq({"bits": 4, "group_size": 128, "sym": True}).title   # "one scale per 128 inputs of a row"
     layers, inputs = read_quark({"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}})
@@ -15,15 +13,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import re
-import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from ..errors import UsageError
+from ..patterns import MEND, language_model_names
 from .format import Columns, Format, GlobalScale, Group, Scale
 from .numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
 from .schemes import BLOCK_COMPRESSED, CHANNEL, INT8_W8A8, MXFP4, MXFP8, NVFP4, NVFP4_W4A4, TENSOR_COMPRESSED
@@ -228,189 +223,6 @@ def _group(size: object, number: Number) -> Group:
             f"config.json has the group_size {json.dumps(size)[:100]}", f"known are -1 and multiples of {number.run}"
         )
     return 1, size
-
-
-# Takes a name and a limit in seconds; whether the name matches, or TimeoutError.
-_Matcher = Callable[[str, float], bool]
-# Limits for the regular expressions of a list: their number, characters of each, and seconds for all names together.
-# Compiling may unroll counted repeats, so the product of their counts has a limit too.
-MAX_EXPRESSIONS = 1000
-MAX_LETTERS = 1000
-MAX_SECONDS = 5.0
-MAX_REPEATS = 1000
-MEND = "mend quantization_config, or save the model again"
-
-
-# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
-_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
-
-
-def language_model_names(name: str) -> tuple[str, ...]:
-    """Return a module's name, and the other name that it has if it is in the language model of a multimodal one.
-
-    transformers 5 calls such modules otherwise than some checkpoints do.
-
-    Args:
-        name: full name of a module, as a config has it.
-    """
-    for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
-        if name.startswith(first):
-            return name, second + name.removeprefix(first)
-    return (name,)
-
-
-class Expressions:
-    """The regular expressions of a list ("re:" and an expression). They match a name from its start.
-
-    Compiling and all calls of `find` together have a time limit, since a malicious config could have an expression that
-    backtracks forever.
-
-    Args:
-        entries: names and expressions; names are ignored.
-
-    Raises:
-        UsageError: an entry is no valid regular expression, the expressions are too many or too large, or compiling
-            them takes too long.
-    """
-
-    def __init__(self, entries: Iterable[str]) -> None:
-        self._seconds_left = MAX_SECONDS
-        self._matchers: dict[str, _Matcher] = {}
-        for entry in entries:
-            if entry.startswith("re:") and entry not in self._matchers:
-                begin = time.thread_time()
-                self._matchers[entry] = _compile(entry)
-                self._spend(begin)
-        if len(self._matchers) > MAX_EXPRESSIONS:
-            raise UsageError(f"config.json has {len(self._matchers)} regular expressions in one list", _TOO_MUCH)
-
-    def find(self, name: str) -> str | None:
-        """Return the first entry that matches a name; None if none does.
-
-        Raises:
-            UsageError: matching this name and those before it takes too long.
-        """
-        match = None
-        begin = time.thread_time()
-        for entry, matches in self._matchers.items():
-            try:
-                if matches(name, self._seconds_left):
-                    match = entry
-                    break
-            except TimeoutError:
-                raise UsageError(f"config.json: {_short_repr(entry)} takes too long to match", _TOO_MUCH) from None
-        self._spend(begin)
-        return match
-
-    def _spend(self, begin: float) -> None:
-        self._seconds_left -= time.thread_time() - begin
-        if self._seconds_left <= 0:
-            raise UsageError("config.json: its regular expressions take too long to match", _TOO_MUCH)
-
-
-def _compile(entry: str) -> _Matcher:
-    """Compile an expression. One that may backtrack long is compiled by the package `regex`, which has a timeout."""
-    text = entry[3:]
-    counts = [max(1, *(int(number or 1) for number in repeat)) for repeat in re.findall(r"{(\d*),?(\d*)}", text)]
-    if len(text) > MAX_LETTERS or prod(counts) > MAX_REPEATS:
-        raise UsageError(f"config.json: {_short_repr(entry)} is too large a regular expression", _TOO_MUCH)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Engines use `re`. It comes first since `regex` accepts expressions that `re` does not.
-            compiled = re.compile(text)
-            # Anything else takes at most time quadratic in the length of a name.
-            hard = re.search(r"[{}]|\)[*+]|\(\?|\\\d", text)
-            if not hard and len(re.findall(r"[*+]", text)) < 3 and text.count("?") < 3 and text.count("(") < 2:
-                return lambda name, _: compiled.match(name) is not None
-            # Imported here, since few configs need it.
-            import regex
-
-            try:
-                interruptible = regex.compile(text)
-            except regex.error as error:
-                raise re.error(str(error)) from None
-            return lambda name, seconds: interruptible.match(name, timeout=seconds) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"config.json: {_short_repr(entry)} is no regular expression: {error}", MEND) from None
-
-
-_TOO_MUCH = "list names, or fewer and simpler expressions"
-
-
-def _short_repr(entry: str) -> str:
-    """Return an entry for a message, shortened if it is long."""
-    if len(entry) > 80:
-        entry = f"{entry[:80]}..."
-    return repr(entry)
-
-
-class Ignored:
-    """An ignore list: the modules that a config names as not quantized.
-
-    Args:
-        key: the list's key in the config, such as "ignore".
-        entries: module names; for compressed-tensors also "re:" and a regular expression.
-        by_experts: whether one listed expert leaves all experts of its layer unquantized
-            (vLLM layers/quantization/utils/quant_utils.py:682-686). Regular expressions are not read then.
-
-    Raises:
-        UsageError: a regular expression is invalid or too large, or there are too many.
-    """
-
-    def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
-        self.key = key
-        self.entries = tuple(entries)
-        self._exact = {entry: entry for entry in self.entries}
-        self._expressions = Expressions(self.entries)
-        self._experts: dict[str, str] = {}
-        if by_experts:
-            self._expressions = Expressions(())
-            self._experts = {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)}
-
-    def find(self, names: Iterable[str]) -> str | None:
-        """Return the entry that covers a module; None if none does.
-
-        Args:
-            names: all names by which engines look the module up.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
-        """
-        for name in names:
-            entry = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)
-            if entry is not None:
-                return entry
-        return None
-
-
-class IgnoredParts(Ignored):
-    """AutoAWQ's ignore list, whose entries match any part of a name (vLLM layers/quantization/auto_awq.py:294-299).
-
-    Args:
-        key: the list's key in the config.
-        entries: parts of module names.
-    """
-
-    def __init__(self, key: str, entries: Iterable[str]) -> None:
-        super().__init__(key, entries, by_experts=True)
-
-    def find(self, names: Iterable[str]) -> str | None:
-        """Return the entry that covers a module; None if none does.
-
-        Args:
-            names: all names by which engines look the module up.
-        """
-        lookup_names = tuple(names)
-        return next((entry for entry in self.entries if any(entry in name for name in lookup_names)), None)
-
-
-def _experts_of(name: str) -> str:
-    """Return the path of the routed experts to which a module belongs; "" if it is in none."""
-    path, separator, _ = f"{name}.".partition(".experts.")
-    if not separator:
-        return ""
-    return f"{path}.experts"
 
 
 _KNOWN = (

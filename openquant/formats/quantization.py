@@ -25,18 +25,8 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .awq_gptq import (
-    MEND,
-    Expressions,
-    Groups,
-    Ignored,
-    IgnoredParts,
-    language_model_names,
-    read_auto_round_groups,
-    read_awq,
-    read_gptq_groups,
-    read_quark,
-)
+from ..patterns import MEND, Expressions, Ignored, IgnoredParts, language_model_names
+from .awq_gptq import Groups, read_auto_round_groups, read_awq, read_gptq_groups, read_quark
 from .format import INPUT_SCALE, ActivationQuantization, Format, GlobalScale, Group, Scale, read_activation_quantization
 from .numbers import BITSANDBYTES, INT8
 from .schemes import (

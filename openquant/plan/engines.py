@@ -21,7 +21,7 @@ from ..weights.find import unread_tensors
 from ..weights.weight import Weight
 from .architecture import text_config
 from .decisions import Decisions, PlanOptions, gptq_notes
-from .static_scales import serving_notes, unrouted_note
+from .serving import serving_notes, unrouted_note
 
 # The compressed-tensors format whose codes are packed into int32.
 PACKED = "pack-quantized"

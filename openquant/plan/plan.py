@@ -85,7 +85,7 @@ from .engines import (
     source_notes,
 )
 from .layout import Layout, PlanLine, plan_lines
-from .static_scales import (
+from .serving import (
     add_scales,
     expect_calibration,
     find_cached_attentions,

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..files.shardfile import TensorInfo
-from ..formats.awq_gptq import Ignored
 from ..formats.format import Group
 from ..formats.names import KEPT, KEPT_SUFFIX, UNCHANGED
 from ..formats.schemes import Scheme
-from ..patterns import compile_pattern, template
+from ..patterns import Ignored, compile_pattern, template
 from ..registry.architecture import (
     HEAD,
     MTP_LAYER,

@@ -21,8 +21,8 @@ from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
 from ..threads import in_threads
-from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError, LostWeights
-from ..weights.reading import Reader
+from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
+from ..weights.reading import LostWeights, Reader
 from ..weights.weight import Weight
 
 # Bytes read at a time.

@@ -27,7 +27,7 @@ from ..formats.kernels import BITS_TYPE, choose_shared_scale
 from ..formats.numbers import cache_scales, can_be_non_finite
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
-from ..hub.fetch import find_whole
+from ..hub.source import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
 from ..options import Check, documented

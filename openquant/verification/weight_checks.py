@@ -24,7 +24,7 @@ from ..formats.quantization import Quantization
 from ..formats.schemes import CHANNEL
 from ..patterns import collapse
 from ..plan.architecture import text_config
-from ..plan.static_scales import find_cached_attentions, scale_sharing_keys
+from ..plan.serving import find_cached_attentions, scale_sharing_keys
 from ..version import VLLM
 from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
 from ..weights.weight import Weight, packed_columns

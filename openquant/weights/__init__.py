@@ -6,7 +6,7 @@ weight                    a Weight is one matrix: a tensor of its own, one exper
                           tensor
 find                      which tensors are codes and which their scales; a checkpoint as if it were unquantized
 reading                   a Reader yields the rows of any Weight in pieces of bounded size, decoded where they are
-                          codes
+                          codes; and whether weights became zero as they were quantized
 statistics                a calibration file: statistics of the inputs of each layer
 quant_error               quantization error of a layer, summed over pieces
 

@@ -9,7 +9,7 @@ import pytest
 
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, UsageError
-from openquant.formats.awq_gptq import Expressions
+from openquant.patterns import Expressions
 from support import small_checkpoints
 
 NAMES = [f"model.layers.{layer}.mlp.{part}_proj" for layer in (0, 10) for part in ("gate", "up")]
@@ -59,7 +59,7 @@ FOR_EVER = [r"re:(?:[a-z._0-9]|[a-z])*[0-9]$", r"re:(.|.)*(.|.)*=$", r"re:(?=(?:
 
 
 def test_an_expression_that_backtracks_for_ever_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.formats.awq_gptq.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("openquant.patterns.MAX_SECONDS", 0.2)
     # With the letters it wants, or it would be told at once that it cannot match.
     name = "model.layers.self_attn.q_proj." * 4 + "9=#x"
     for entry in FOR_EVER:
@@ -69,7 +69,7 @@ def test_an_expression_that_backtracks_for_ever_ends(monkeypatch: pytest.MonkeyP
 
 
 def test_many_expressions_that_take_their_time_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.formats.awq_gptq.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("openquant.patterns.MAX_SECONDS", 0.2)
     expressions = Expressions(["re:.*a.*(b|c|d)$"])
     with pytest.raises(UsageError) as caught:
         for number in range(10**6):
@@ -78,7 +78,7 @@ def test_many_expressions_that_take_their_time_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_command_refuses_such_expressions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.formats.awq_gptq.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("openquant.patterns.MAX_SECONDS", 0.2)
     out = tmp_path / "out"
     compress(small_checkpoints.write(tmp_path / "source"), out, "channel", workers=1)
     config = json.loads((out / "config.json").read_text())
