@@ -6,11 +6,8 @@ Ignore lists of config.json are names and regular expressions instead, and are m
 from __future__ import annotations
 
 import re
-import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
-from math import prod
 
 from .errors import UsageError
 
@@ -140,17 +137,7 @@ def _ranges(numbers: list[int]) -> str:
     return texts[0] if texts == [str(numbers[0])] else "{" + ",".join(texts) + "}"
 
 
-# Takes a name and a limit in seconds; whether the name matches, or TimeoutError.
-_Matcher = Callable[[str, float], bool]
-# Limits for the regular expressions of a list: their number, characters of each, and seconds for all names together.
-# Compiling may unroll counted repeats, so the product of their counts has a limit too.
-MAX_EXPRESSIONS = 1000
-MAX_LETTERS = 1000
-MAX_SECONDS = 5.0
-MAX_REPEATS = 1000
 MEND = "mend quantization_config, or save the model again"
-
-
 # Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
 _LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
 
@@ -172,87 +159,27 @@ def language_model_names(name: str) -> tuple[str, ...]:
 class Expressions:
     """The regular expressions of a list ("re:" and an expression). They match a name from its start.
 
-    Compiling and all calls of `find` together have a time limit, since a malicious config could have an expression that
-    backtracks forever.
-
     Args:
         entries: names and expressions; names are ignored.
 
     Raises:
-        UsageError: an entry is no valid regular expression, the expressions are too many or too large, or compiling
-            them takes too long.
+        UsageError: an entry is no valid regular expression.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
-        self._seconds_left = MAX_SECONDS
-        self._matchers: dict[str, _Matcher] = {}
-        for entry in entries:
-            if entry.startswith("re:") and entry not in self._matchers:
-                begin = time.thread_time()
-                self._matchers[entry] = _compile(entry)
-                self._spend(begin)
-        if len(self._matchers) > MAX_EXPRESSIONS:
-            raise UsageError(f"config.json has {len(self._matchers)} regular expressions in one list", _TOO_MUCH)
+        self._expressions = {entry: _compile(entry) for entry in entries if entry.startswith("re:")}
 
     def find(self, name: str) -> str | None:
-        """Return the first entry that matches a name; None if none does.
-
-        Raises:
-            UsageError: matching this name and those before it takes too long.
-        """
-        match = None
-        begin = time.thread_time()
-        for entry, matches in self._matchers.items():
-            try:
-                if matches(name, self._seconds_left):
-                    match = entry
-                    break
-            except TimeoutError:
-                raise UsageError(f"config.json: {_short_repr(entry)} takes too long to match", _TOO_MUCH) from None
-        self._spend(begin)
-        return match
-
-    def _spend(self, begin: float) -> None:
-        self._seconds_left -= time.thread_time() - begin
-        if self._seconds_left <= 0:
-            raise UsageError("config.json: its regular expressions take too long to match", _TOO_MUCH)
+        """Return the first entry that matches a name; None if none does."""
+        return next((entry for entry, expression in self._expressions.items() if expression.match(name)), None)
 
 
-def _compile(entry: str) -> _Matcher:
-    """Compile an expression. One that may backtrack long is compiled by the package `regex`, which has a timeout."""
-    text = entry[3:]
-    counts = [max(1, *(int(number or 1) for number in repeat)) for repeat in re.findall(r"{(\d*),?(\d*)}", text)]
-    if len(text) > MAX_LETTERS or prod(counts) > MAX_REPEATS:
-        raise UsageError(f"config.json: {_short_repr(entry)} is too large a regular expression", _TOO_MUCH)
+def _compile(entry: str) -> re.Pattern[str]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Engines use `re`. It comes first since `regex` accepts expressions that `re` does not.
-            compiled = re.compile(text)
-            # Anything else takes at most time quadratic in the length of a name.
-            hard = re.search(r"[{}]|\)[*+]|\(\?|\\\d", text)
-            if not hard and len(re.findall(r"[*+]", text)) < 3 and text.count("?") < 3 and text.count("(") < 2:
-                return lambda name, _: compiled.match(name) is not None
-            # Imported here, since few configs need it.
-            import regex
-
-            try:
-                interruptible = regex.compile(text)
-            except regex.error as error:
-                raise re.error(str(error)) from None
-            return lambda name, seconds: interruptible.match(name, timeout=seconds) is not None
+        return re.compile(entry.removeprefix("re:"))
     except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"config.json: {_short_repr(entry)} is no regular expression: {error}", MEND) from None
-
-
-_TOO_MUCH = "list names, or fewer and simpler expressions"
-
-
-def _short_repr(entry: str) -> str:
-    """Return an entry for a message, shortened if it is long."""
-    if len(entry) > 80:
-        entry = f"{entry[:80]}..."
-    return repr(entry)
+        shown = entry if len(entry) <= 80 else f"{entry[:80]}..."
+        raise UsageError(f"config.json: {shown!r} is no regular expression: {error}", MEND) from None
 
 
 class Ignored:
@@ -265,7 +192,7 @@ class Ignored:
             (vLLM layers/quantization/utils/quant_utils.py:682-686). Regular expressions are not read then.
 
     Raises:
-        UsageError: a regular expression is invalid or too large, or there are too many.
+        UsageError: a regular expression is invalid.
     """
 
     def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
@@ -283,9 +210,6 @@ class Ignored:
 
         Args:
             names: all names by which engines look the module up.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
         """
         for name in names:
             entry = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)

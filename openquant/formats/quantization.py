@@ -114,9 +114,6 @@ class Quantization:
 
     def format_of(self, module: str) -> Format | None:
         """Return the format of a quantized module; None if it is no group's target. The ignore list is not considered.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
         """
         index = self._group_of(module)
         if index is None:
@@ -127,7 +124,7 @@ class Quantization:
         """Return how the activations of a quantized module are quantized; None if they are not.
 
         Raises:
-            UsageError: openquant does not know this way of quantizing activations, or matching takes too long.
+            UsageError: openquant does not know this way of quantizing activations.
         """
         index = self._group_of(module)
         if index is None:
@@ -136,9 +133,6 @@ class Quantization:
 
     def names(self, module: str) -> Format | None:
         """Return the format of the group that names a module; None if groups only name its class, or nothing of it.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
         """
         index = self._naming_group(module)
         if index is None:

@@ -139,9 +139,6 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
     Yields:
         For each tensor of codes: the weight's unquantized name, and name, dtype and shape of its codes, scales, zero
         points and other tensors.
-
-    Raises:
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     for info in tensors.values():
         name = _unquantized_name(info)
@@ -294,7 +291,6 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         PlanError: its quantization is not supported, or config.json does not describe it.
         SourceError: a scale is missing, belongs to no weight, or has another shape or dtype than config.json promises;
             a weight is stored twice; or a tool's file cannot be read.
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         sources = {name: weight.source for name, weight in checkpoint.weights.items()}
