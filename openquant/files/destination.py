@@ -506,10 +506,10 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
     """
     if not directory.is_dir():
-        hint = "check the path"
+        near = ""
         if not directory.exists() and (sibling := similar_path(directory)):
-            hint = f"did you mean {sibling}? {hint}"
-        raise OutputError(f"{directory} is not a directory", hint)
+            near = f"did you mean {sibling}? "
+        raise OutputError(f"{directory} is not a directory", f"{near}check the path")
 
     found = list_output(directory)
     journal = read_journal(directory)

@@ -315,10 +315,10 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     )
 
     if isinstance(error, HFValidationError):
-        hint = "write org/name"
+        continues = ""
         if "@refs/pr/" in repo:
-            hint += " with --create-pr: the same push continues its pull request"
-        return UsageError(f"{repo} is no repository id: {error_reason(error)}", hint)
+            continues = " with --create-pr: the same push continues its pull request"
+        return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
     if isinstance(error, LocalTokenNotFoundError):
         return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)
     if isinstance(error, OfflineModeIsEnabled):
