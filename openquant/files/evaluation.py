@@ -38,7 +38,10 @@ class _Finite:
 
 
 # Plotted numbers are below 1e100, because matplotlib overflows with numbers near the largest float.
-NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
+NUMBER = float
+FINITE = _Finite
+COUNT = int
+TEXT = str
 _LARGEST = 1e100
 INTERVAL = Nullable((NUMBER, NUMBER))
 # Scores of source and output in one metric; and the figures of a task.
@@ -270,11 +273,13 @@ def evaluation_files(path: Path) -> dict[str, bytes]:
                 f"{path} has the figures of {len(value['outputs'])} outputs, and a repository holds one",
                 "measure that one alone: openquant eval NAME --source SOURCE --out eval.json",
             )
+
         digest = evaluation_digest(check_evaluation(value)).encode()
         picture_path = path.parent / EVAL_PICTURE
         picture = b""
         if picture_path.is_file():
             picture = read_small(picture_path, EVAL_PICTURE)
+
     if digest not in picture:
         return {EVAL_FILE: data}
     return {EVAL_FILE: data, EVAL_PICTURE: picture}

@@ -33,7 +33,10 @@ CARD_FILE = "README.md"
 JOURNAL_FILE = ".openquant.json"
 # An evaluation of the model: figures, page and picture. They are not copied from a source, because they do not describe
 # the output.
-EVAL_FILE, EVAL_PAGE, EVAL_PICTURE = EVALUATION_FILES = ("eval.json", "eval.html", "eval.png")
+EVAL_FILE = "eval.json"
+EVAL_PAGE = "eval.html"
+EVAL_PICTURE = "eval.png"
+EVALUATION_FILES = (EVAL_FILE, EVAL_PAGE, EVAL_PICTURE)
 # What engines, transformers, its processors and sentence-transformers read, in any directory and in lower case; parsers
 # that `vllm serve` takes as plugins; and what a reader of the card is referred to.
 MODEL_FILES = (

@@ -481,6 +481,7 @@ class LayerStore:
         digest = self._digest([info for info, _ in tensors])
         for _, data in tensors:
             digest.update(data.data)
+
         facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
         header = make_header([info for info, _ in tensors], {_KIND: facts})
         name = f"{number:03d}"
@@ -488,6 +489,7 @@ class LayerStore:
             name += f"-{part}"
         path = self.path / f"{name}.safetensors"
         write_atomic(path, header, *(data.data for _, data in tensors))
+
         places = {}
         start = len(header)
         for info, data in tensors:

@@ -207,6 +207,7 @@ def decode_rows(
     if number in BITSANDBYTES:
         kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
         return
+
     rows, cols = out.shape
     height = group[0] or low + rows
     width = min(group[1] or cols, cols)
@@ -214,6 +215,7 @@ def decode_rows(
         zero_point = np.zeros_like(scale)
     zero_point = np.ascontiguousarray(zero_point)
     arguments = codes, scale, zero_point, height, width, low % height, out
+
     if number.normal:
         (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
     else:

@@ -113,8 +113,7 @@ class Quantization:
         )
 
     def format_of(self, module: str) -> Format | None:
-        """Return the format of a quantized module; None if it is no group's target. The ignore list is not considered.
-        """
+        """Return the format of a quantized module; None if it is no group's target. The ignore list is not considered."""
         index = self._group_of(module)
         if index is None:
             return None
@@ -132,8 +131,7 @@ class Quantization:
         return read_activation_quantization(self.inputs[index])
 
     def names(self, module: str) -> Format | None:
-        """Return the format of the group that names a module; None if groups only name its class, or nothing of it.
-        """
+        """Return the format of the group that names a module; None if groups only name its class, or nothing of it."""
         index = self._naming_group(module)
         if index is None:
             return None

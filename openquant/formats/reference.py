@@ -61,6 +61,8 @@ def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = No
             global_scale = group_global_scale(absmax.amax(keepdim=True), format)
         scale = scale * global_scale
     scale = scale.clamp(min=format.scale.floor)
+
+    # As it is stored.
     if format.scale.dtype == "BF16":
         scale = scale.bfloat16().float()
     if format.scale.dtype == "F8_E4M3":

@@ -107,12 +107,14 @@ class Publisher:
         self.repo = push.name
         self._user = ""
         self.records = directory / WORK / PUSHED
+
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         # With --push-only, the shards that are being made or uploaded. Shards that wait for their upload or are in it.
         self._in_progress: set[str] = set()
         self._pending: set[str] = set()
         # Size and digest of each shard that is uploaded, without those that the Hub wants as part of the commit.
         self._uploaded: dict[str, UploadInfo] = {}
+
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
@@ -529,8 +531,8 @@ class Publisher:
 
         try:
             record = parse_json(read_small(self._record_path(name), name), name)
-            sha256, sample = bytes.fromhex(record["sha256"]), bytes.fromhex(record["sample"])
-            return UploadInfo(sha256=sha256, size=record["size"], sample=sample)
+            digest = bytes.fromhex(record["sha256"])
+            return UploadInfo(sha256=digest, size=record["size"], sample=bytes.fromhex(record["sample"]))
         except (FileNotFoundError, SourceError, KeyError, TypeError, ValueError):
             return None
 

@@ -568,7 +568,8 @@ _NOTHING_NEW = "No files have been modified since last commit."
 
 def _shorten(record: logging.LogRecord) -> bool:
     """A log filter: no queries of URLs, which the client logs when it retries, and no warning of an empty commit."""
-    record.msg, record.args = without_queries(record.getMessage()), ()
+    record.msg = without_queries(record.getMessage())
+    record.args = ()
     return not str(record.msg).startswith(_NOTHING_NEW)
 
 
@@ -583,7 +584,8 @@ AHEAD = 2
 AT_ONCE = 3
 # Bytes of a file that the client reads at once, and how many copies of them it has in memory at a time
 # (huggingface_hub 2.4, file_download.py: http_get).
-PIECE, COPIES = 10 << 20, 4
+PIECE = 10 << 20
+COPIES = 4
 # Where huggingface_hub keeps unfinished downloads and its records, in a directory that it downloads to.
 _CLIENT_FOLDER = ".cache"
 # Files that only outputs have, which are no part of a source.
@@ -658,6 +660,7 @@ class ShardSupply:
         self.source = source
         self.needs = {output: list(names) for output, names in needs.items()}
         self.scratch = scratch
+
         uses = [name for names in self.needs.values() for name in names]
         self._uses = Counter(uses)
         # Shards whose download has not started, in the order they are needed.
@@ -669,6 +672,7 @@ class ShardSupply:
         # Source shards whose download has begun and that are not removed, and where those lie that are complete.
         self._begun: set[str] = set()
         self._paths: dict[str, Path] = {}
+
         self._closed = False
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
@@ -829,7 +833,8 @@ class ShardSupply:
         """Have the client download a shard, or find it on disk."""
         from huggingface_hub import hf_hub_download
 
-        repo, revision = self.source.repo, self.source.revision
+        repo = self.source.repo
+        revision = self.source.revision
         assert repo is not None
         with source_errors(repo, revision):
             try:

@@ -420,6 +420,7 @@ def _jobs(
 def _passthrough_jobs(item: PassthroughTensor, where: Mapping[str, Location], target: int) -> Iterator[Job]:
     """The jobs for a tensor that is not quantized."""
     info = item.tensor
+
     if isinstance(item.value, TensorInfo):
         yield _scale_job(item.value, where, target)
     elif item.value is not None:
@@ -467,6 +468,7 @@ def _encode_job(
     fmt = scheme.format
     fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
     shard = where[weight.source.name].shard
+
     pieces = (
         WeightPlace(
             member,

@@ -443,12 +443,14 @@ def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | No
         return None
     if why == MTP_LAYER:
         return Rule("draft_layers", model.draft_layers)
+
     stacks = [f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked]
     fields = {"compress": model.compress, "keep": [keep.pattern for keep in model.keep], "experts": stacks}
     for field, patterns in fields.items():
         for pattern in absolute_patterns(model, patterns):
             if compile_pattern(pattern).fullmatch(module):
                 return Rule(field, pattern)
+
     if why and why == model.rest:
         return Rule("rest", None)
     return None

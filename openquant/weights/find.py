@@ -373,14 +373,15 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     config = with_tool_config(checkpoint.config, checkpoint.root)
     if not quantization_places(config):
         return None
+
     try:
         return read_quantization(config)
     except UsageError as error:
         if not _is_borne_out(checkpoint.tensors.values()):
             return None
-        message = error.message.replace(
-            "config.json", tool_config_file(checkpoint.config, checkpoint.root) or "config.json", 1
-        )
+
+        file = tool_config_file(checkpoint.config, checkpoint.root) or "config.json"
+        message = error.message.replace("config.json", file, 1)
         hint = str(error.hint)
         if UNQUANTIZED not in hint:
             hint += f"; or {UNQUANTIZED}"

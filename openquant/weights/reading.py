@@ -71,10 +71,12 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     if weight.format.blocks is not None:
         # Blocks, which are at most as large; and what the package gguf makes of them, with its own temporary arrays.
         return buffer, 3 * buffer
+
     # Codes take at most a quarter of the float32 values, and so do scales of groups of 32 or more.
     extra = buffer // 2
     if weight.transposed:
         extra += buffer // 4
+
     columns = weight.format.columns
     if columns is not None:
         # Steps of transposing a strip; with act-order also a scale and a zero point for each weight.
