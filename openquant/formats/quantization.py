@@ -113,7 +113,7 @@ class Quantization:
         )
 
     def format_of(self, module: str) -> Format | None:
-        """Return the format of a quantized module; None if it is no group's target. The ignore list is not considered."""
+        """Return the format of a quantized module; None if it is no group's target, whatever the ignore list says."""
         index = self._group_of(module)
         if index is None:
             return None
