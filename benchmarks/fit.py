@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from openquant.convert.devices import loops
+from openquant.convert.conversion import loops
 from openquant.data.corpus import read_corpus
 from openquant.evaluation.kl import DocumentRecord
 from openquant.files.checkpoint import Checkpoint, open_checkpoint

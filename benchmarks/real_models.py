@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from openquant.files.small_files import file_sha256
+from openquant.files.model_files import file_sha256
 
 # pip checks these digests before it looks into the files.
 PACKAGES = {

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .hub.source import Source
     from .options import Push
     from .packed import PackedLinear
-    from .plan.explain import Explanation
     from .plan.plan import Plan
+    from .plan.summary import Explanation
     from .result import Reporter, Result
     from .verification.headers import Report
     from .verification.verify import verify
@@ -90,7 +90,7 @@ _HOMES = {
     "Diagnosis": "diagnosis.result",
     "DiskSpace": "files.destination",
     "Evaluation": "evaluation.results",
-    "Explanation": "plan.explain",
+    "Explanation": "plan.summary",
     "FitTable": "fit.result",
     "OutputEvaluation": "evaluation.types",
     "PackedLinear": "packed",

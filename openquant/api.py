@@ -23,11 +23,18 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import Fingerprint, readable
-from .files.destination import DiskSpace, Needs, Shortage, find_shortages
+from .files.destination import (
+    DiskSpace,
+    Needs,
+    Provenance,
+    Shortage,
+    find_shortages,
+    finished_files,
+    output_errors,
+    read_journal,
+)
 from .files.evaluation import evaluation_notes
-from .files.journal import Provenance, finished_files, output_errors, read_journal
-from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard
-from .files.small_files import read_small
+from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
@@ -39,9 +46,8 @@ from .formats.names import (
     SchemeName,
 )
 from .formats.schemes import SCHEMES, find_scheme
-from .hub.fetch import supply_shards
 from .hub.publish import Publisher
-from .hub.source import silent
+from .hub.source import silent, supply_shards
 from .job import (
     MOST_WORKERS,
     Opened,
@@ -72,7 +78,6 @@ from .options import (
 )
 from .plan import summary
 from .plan.decisions import PlanOptions
-from .plan.explain import Explanation, explain_modules
 from .plan.plan import (
     Plan,
     has_fp8_cache,
@@ -83,6 +88,7 @@ from .plan.plan import (
     make_unchanged_plan,
 )
 from .plan.serving import serving_to_json
+from .plan.summary import Explanation, explain_modules
 from .recipes import Request, check_recipe, recipe_of
 from .report.cells import gigabytes
 from .result import Place, Preview, Reporter, Result, lost_notes, zero_notes

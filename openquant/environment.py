@@ -105,7 +105,7 @@ def _gpus() -> list[dict[str, Any]] | str:
 
 
 def _loops() -> str:
-    from .convert.devices import loops
+    from .convert.conversion import loops
     from .formats import kernels
 
     return "numpy" if loops(True) is kernels else "numba"

@@ -19,20 +19,17 @@ from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.cards import card_of, metadata_notes, split_card
 from .files.checkpoint import Checkpoint, Stamp, readable
-from .files.destination import Needs
-from .files.journal import WeightFacts
-from .files.model_files import CARD_FILE
+from .files.destination import Needs, WeightFacts
+from .files.model_files import CARD_FILE, read_small
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
-from .files.small_files import read_small
-from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
-from .hub.source import Source, find_source
+from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import available_cpus, find_device
 from .options import Push, Run, files_read
 from .plan import summary
 from .plan.decisions import rounded_bytes
 from .plan.plan import Plan
-from .plan.static_scales import chosen_scales
+from .plan.serving import chosen_scales
 from .result import Place
 from .streaming.memory import MemoryStep, memory_left
 

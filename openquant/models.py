@@ -11,19 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 from .patterns import compile_pattern
-from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
+from .registry import dense, experts, fused, hybrid, latent, multimodal
 from .registry.architecture import Architecture, FusedLayers
-from .registry.embeddings import EMBEDDINGS
 from .registry.parts import (
     ATTENTION,
+    EMBEDDINGS,
     GATE_UP_TENSOR,
     IGNORED_CACHE_SCALES,
     MLP,
     NO_CLASS,
     LayerPart,
-    gated,
+    gated_mlp,
     model,
-    routed,
+    routed_experts,
 )
 
 MODELS: dict[str, Architecture] = {
@@ -36,7 +36,7 @@ MODELS: dict[str, Architecture] = {
             ignores_cache_scales=entry.name in IGNORED_CACHE_SCALES,
         ),
     )
-    for kind in (dense, fused, experts, latent, hybrid, mixed, multimodal)
+    for kind in (dense, fused, experts, latent, hybrid, multimodal)
     for entry in kind.ENTRIES
 }
 
@@ -56,12 +56,12 @@ GENERIC = model(
     LayerPart((".{attn,attention}.{q,k,v,o}_proj",)),
     MLP,
     GATE_UP_TENSOR,
-    gated(".feed_forward"),
-    gated(".{mlp,feed_forward}", "w1", "w3", "w2"),
+    gated_mlp(".feed_forward"),
+    gated_mlp(".{mlp,feed_forward}", "w1", "w3", "w2"),
     LayerPart((".mlp.{fc1,fc2,fc_in,fc_out,dense_h_to_4h,dense_4h_to_h}",)),
-    gated(".{mlp,block_sparse_moe,feed_forward}.{shared_expert,shared_experts,shared_mlp}"),
-    replace(routed(f".{_EXPERTS}"), keep=()),
-    replace(routed(f".{_EXPERTS}", "w1", "w3", "w2"), keep=(), experts=()),
+    gated_mlp(".{mlp,block_sparse_moe,feed_forward}.{shared_expert,shared_experts,shared_mlp}"),
+    replace(routed_experts(f".{_EXPERTS}"), keep=()),
+    replace(routed_experts(f".{_EXPERTS}", "w1", "w3", "w2"), keep=(), experts=()),
     layers=f"{{{','.join(_MODELS)}}}.{{layers,h,blocks}}.*",
     text_config="text_config",
     draft_layers="num_hidden_layers",

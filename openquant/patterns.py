@@ -1,4 +1,7 @@
-"""Glob patterns over module names: `*` is one path segment, `**` a subtree, `{q,k,v}` alternatives."""
+"""Glob patterns over module names: `*` is one path segment, `**` a subtree, `{q,k,v}` alternatives.
+
+Ignore lists of config.json are names and regular expressions instead, and are matched as engines match them.
+"""
 
 from __future__ import annotations
 
@@ -132,3 +135,113 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([number, number])
     texts = [str(low) if low == high else f"{low}..{high}" for low, high in runs]
     return texts[0] if texts == [str(numbers[0])] else "{" + ",".join(texts) + "}"
+
+
+MEND = "mend quantization_config, or save the model again"
+# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
+_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
+
+
+def language_model_names(name: str) -> tuple[str, ...]:
+    """Return a module's name, and the other name that it has if it is in the language model of a multimodal one.
+
+    transformers 5 calls such modules otherwise than some checkpoints do.
+
+    Args:
+        name: full name of a module, as a config has it.
+    """
+    for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
+        if name.startswith(first):
+            return name, second + name.removeprefix(first)
+    return (name,)
+
+
+class Expressions:
+    """The regular expressions of a list ("re:" and an expression). They match a name from its start.
+
+    Args:
+        entries: names and expressions; names are ignored.
+
+    Raises:
+        UsageError: an entry is no valid regular expression.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._expressions = {entry: _compile(entry) for entry in entries if entry.startswith("re:")}
+
+    def find(self, name: str) -> str | None:
+        """Return the first entry that matches a name; None if none does."""
+        return next((entry for entry, expression in self._expressions.items() if expression.match(name)), None)
+
+
+def _compile(entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(entry.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        shown = entry if len(entry) <= 80 else f"{entry[:80]}..."
+        raise UsageError(f"config.json: {shown!r} is no regular expression: {error}", MEND) from None
+
+
+class Ignored:
+    """An ignore list: the modules that a config names as not quantized.
+
+    Args:
+        key: the list's key in the config, such as "ignore".
+        entries: module names; for compressed-tensors also "re:" and a regular expression.
+        by_experts: whether one listed expert leaves all experts of its layer unquantized
+            (vLLM layers/quantization/utils/quant_utils.py:682-686). Regular expressions are not read then.
+
+    Raises:
+        UsageError: a regular expression is invalid.
+    """
+
+    def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
+        self.key = key
+        self.entries = tuple(entries)
+        self._exact = {entry: entry for entry in self.entries}
+        self._expressions = Expressions(self.entries)
+        self._experts: dict[str, str] = {}
+        if by_experts:
+            self._expressions = Expressions(())
+            self._experts = {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)}
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the entry that covers a module; None if none does.
+
+        Args:
+            names: all names by which engines look the module up.
+        """
+        for name in names:
+            entry = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)
+            if entry is not None:
+                return entry
+        return None
+
+
+class IgnoredParts(Ignored):
+    """AutoAWQ's ignore list, whose entries match any part of a name (vLLM layers/quantization/auto_awq.py:294-299).
+
+    Args:
+        key: the list's key in the config.
+        entries: parts of module names.
+    """
+
+    def __init__(self, key: str, entries: Iterable[str]) -> None:
+        super().__init__(key, entries, by_experts=True)
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the entry that covers a module; None if none does.
+
+        Args:
+            names: all names by which engines look the module up.
+        """
+        lookup_names = tuple(names)
+        return next((entry for entry in self.entries if any(entry in name for name in lookup_names)), None)
+
+
+def _experts_of(name: str) -> str:
+    """Return the path of the routed experts to which a module belongs; "" if it is in none."""
+    path, separator, _ = f"{name}.".partition(".experts.")
+    if not separator:
+        return ""
+    return f"{path}.experts"

@@ -18,16 +18,14 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of
 from .files.checkpoint import Fingerprint, Stamp, open_checkpoint, readable
+from .files.destination import output_errors
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
-from .files.journal import output_errors
-from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
+from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, read_small
 from .files.output import REPLACE, Claim
-from .files.small_files import read_small
 from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
-from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
-from .hub.source import Source, repository_source, silent
+from .hub.source import ShardSupply, Source, repository_source, silent
 from .job import Prepared, claim_of, in_all_ranks, source_needs
 from .options import Push
 from .plan import summary
@@ -240,7 +238,7 @@ def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:
 def _report_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> None:
     """Report the bytes of the source, and how many of them an earlier run has converted."""
     plan, left = writing.prepared.plan, {*(work.unfinished or ()), *(shard.name for shard in outdated)}
-    sizes = {shard.name: plan.layout.consumed(shard.name) for shard in plan.layout.shards}
+    sizes = {shard.name: plan.layout.count_source_bytes(shard.name) for shard in plan.layout.shards}
     writing.reporter.on_start(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
 
 

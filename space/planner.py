@@ -67,7 +67,7 @@ _OF_TABLE = ("quantize_lm_head", "quantize_embeddings", "ignore")
 CONVERTED, DOWNLOADED, UPLOADED = 70e6, 50e6, 25e6
 # Seconds until a machine has started and uv has installed openquant. The second alone took 9.
 STARTED = 60
-# Source shards that are on disk at a time while the next ones arrive (hub/fetch.py), and outputs (hub/publish.py).
+# Source shards that are on disk at a time while the next ones arrive (hub/source.py), and outputs (hub/publish.py).
 SHARDS_IN, SHARDS_OUT = 5, 3
 # Bytes of disk for the packages, which are 290 MB, or 1.6 GB with torch for CPUs; uv keeps archives beside them.
 PACKAGES, PACKAGES_WITH_TORCH = 1e9, 4e9

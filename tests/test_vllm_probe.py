@@ -67,7 +67,7 @@ def test_a_merged_name_that_the_engine_cannot_derive_is_said(tmp_path: Path) -> 
     (found,) = answering(tmp_path, json.dumps({**GOOD, "packed": {}}))
     assert isinstance(found, EngineAnswer)
     made = draft("StableLmForCausalLM", found, SHAPES, 256)
-    assert made.pieces == ('attention(listed_as="qkv_proj")', 'gated(".mlp", listed_as="gate_up_proj")')
+    assert made.pieces == ('attention(listed_as="qkv_proj")', 'gated_mlp(".mlp", listed_as="gate_up_proj")')
 
 
 BROKEN = {

@@ -18,9 +18,8 @@ import transformers  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 
 from openquant.models import MODELS  # noqa: E402
-from openquant.plan.sort import mtp_layer_finder  # noqa: E402
-from openquant.registry.architecture import MTP_LAYER  # noqa: E402
-from openquant.registry.rules import ModuleRules  # noqa: E402
+from openquant.plan.architecture import mtp_layer_finder  # noqa: E402
+from openquant.registry.architecture import MTP_LAYER, ModuleRules  # noqa: E402
 from support import small_checkpoints, small_models  # noqa: E402
 
 Shape = tuple[int, ...]

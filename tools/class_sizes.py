@@ -12,7 +12,7 @@ from typing import Any
 from class_builds import BASE, Axis, Builds, Changes, Shape, lengths_of, prefixes_of
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
-from openquant.registry.class_tensors import ANY
+from openquant.registry.architecture import ANY
 
 _FLOAT_SIZES = re.compile(r".*(ratio|factor|mult|expand).*")
 _MOST_KEYS = 5

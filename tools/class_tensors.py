@@ -5,7 +5,7 @@
 
 Each class of the small models (tests/support) is built by transformers without weights: as it is, and once for each
 key of its config with another value of this key alone. What changes with a key says what a size is made of, and what
-decides whether a tensor is there. openquant/registry/class_tensors.py says what the lines mean.
+decides whether a tensor is there. openquant/registry/architecture.py says what the lines mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from class_builds import BASE, OCCURRENCES, UNCHECKED, Builds, Changes, Entry, S
 from class_sizes import Sizes, derived_sizes
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
-from openquant.registry.class_tensors import PATH
+from openquant.registry.architecture import PATH
 from support import small_checkpoints, small_models
 
 # A part that a toggle adds with more tensors outside of lists than this is left out.

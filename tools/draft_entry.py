@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from entry_draft import differences, draft  # noqa: E402
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.models import MODELS  # noqa: E402
-from openquant.registry.rules import ModuleRules  # noqa: E402
+from openquant.registry.architecture import ModuleRules  # noqa: E402
 from support import small_checkpoints, small_models  # noqa: E402
 from support.small_models import Small  # noqa: E402
 from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine  # noqa: E402

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from openquant.patterns import template
-from openquant.registry.architecture import EMBEDDING, HEAD, ROUTER, Architecture, FusedLayers, Keep, ParallelSplit
-from openquant.registry.parts import HEADS, LayerPart, attention, gated, model, plain
-from openquant.registry.rules import ModuleRules, is_head
+from openquant.registry.architecture import (
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    Architecture,
+    FusedLayers,
+    Keep,
+    ModuleRules,
+    ParallelSplit,
+    is_head,
+)
+from openquant.registry.parts import HEADS, LayerPart, attention, gated_mlp, model, plain
 from vllm_probe.client import EngineAnswer
 from vllm_probe.modules import (
     EMBEDDING_LAYER,
@@ -215,8 +224,8 @@ def _gated(left: Linear) -> dict[str, LayerPart]:
         if len(lasts) == 2 and len(down) == 1:
             gate, up, last, merged = *lasts, down[0].rpartition(".")[2], one.merged
             usual = (gate, up, last) == ("gate_proj", "up_proj", "down_proj")
-            text = call_text("gated", parent, *(() if usual else (gate, up, last)), listed_as=merged)
-            found["MLP" if text == 'gated(".mlp")' else text] = gated(parent, gate, up, last, listed_as=merged)
+            text = call_text("gated_mlp", parent, *(() if usual else (gate, up, last)), listed_as=merged)
+            found["MLP" if text == 'gated_mlp(".mlp")' else text] = gated_mlp(parent, gate, up, last, listed_as=merged)
             take(left, *(f"{parent}.{name}" for name in (gate, up, last)))
         elif not lasts and len(down) == 1 and not one.reordered:
             beside = [other for other in left if parent_of(other) == parent]

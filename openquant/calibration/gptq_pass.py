@@ -21,8 +21,7 @@ from torch import Tensor
 from ..convert.conversion import has_sound_scales, is_scale_tensor
 from ..data.corpus import Corpus
 from ..errors import SourceError
-from ..files.shardfile import Bytes, LayerStore, TensorPlace, damaged_file
-from ..files.tensors import TensorInfo
+from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace, damaged_file
 from ..formats.kernels import (
     BITS_TYPE,
     Bits,

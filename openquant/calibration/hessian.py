@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
-from ..registry.rules import ModuleRules
+from ..registry.architecture import ModuleRules
 from ..streaming.hooks import ExpertWeights, ModuleHooks
 from ..streaming.model import StreamedModel
 from ..weights.weight import Weight

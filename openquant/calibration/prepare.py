@@ -18,8 +18,7 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Needs, require_space
 from ..formats.numbers import Floats
-from ..hub.fetch import supply_shards
-from ..hub.source import Source
+from ..hub.source import Source, supply_shards
 from ..job import Prepared, calibration_needs, in_all_ranks
 from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run

@@ -19,8 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..convert.conversion import COMPILED_MEMORY
-from ..convert.devices import loops
+from ..convert.conversion import COMPILED_MEMORY, loops
 from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.checkpoint import Checkpoint, Fingerprint

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import SourceError
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.kernels import BITS_TYPE, absmax, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..patterns import compile_any, compile_pattern

@@ -575,9 +575,8 @@ def _write_completion(environment: Mapping[str, str], dry_run: bool) -> tuple[st
     A second call writes the script again and leaves the start file as it is. Returns the shell, and the files that are
     written, the script first.
     """
-    from ..files.destination import write_atomic
-    from ..files.journal import output_errors
-    from ..files.small_files import read_small
+    from ..files.destination import output_errors, write_atomic
+    from ..files.model_files import read_small
 
     shell = Path(environment.get("SHELL", "")).name
     if shell not in SHELLS:

@@ -2,8 +2,7 @@
 
 conversion  convert() writes the shards of a plan into a claimed output directory; its ShardTransfer provides source
             shards (from a disk, a cache or a download), and learns which output shards are finished; compares each
-            with its plan before it has its final name
-devices     the arithmetic of a CPU, or of a torch device
+            with its plan before it has its final name. Kernels are the arithmetic of a CPU, or of a torch device
 
 sizes = {shard.name: shard.nbytes for shard in plan.layout.shards}
 with Claim(path, OutputContents(plan.digest, sizes, others={}), overwrite=False) as claim:

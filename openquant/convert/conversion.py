@@ -5,6 +5,8 @@ previous one is written. numpy, torch and system calls release the interpreter l
 the offset of every output byte, so the output does not depend on the number of workers or on their order.
 
 A written shard is compared with its plan as the safetensors library reads it, which shares no code with our writer.
+
+Codes are computed with numpy or numba on the CPU, or with torch on another device. Both give the same bytes.
 """
 
 from __future__ import annotations
@@ -12,23 +14,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..errors import PlanError
+from ..errors import PlanError, UsageError
 from ..files.output import OutputDirectory
-from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile, SourceFile
-from ..files.tensors import DTYPE_BITS, TensorInfo
-from ..formats.format import INPUT_SCALE, grid_of
-from ..formats.kernels import Bits, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
-from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
+from ..files.shardfile import (
+    ALIGNMENT,
+    DTYPE_BITS,
+    AlignedBuffer,
+    Bytes,
+    FinishedShard,
+    ShardFile,
+    SourceFile,
+    TensorInfo,
+)
+from ..formats import kernels
+from ..formats.format import INPUT_SCALE, Format, Group, grid_of
+from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
+from ..formats.numbers import Codes, Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import Scheme
+from ..machine import first_line
 from ..plan.layout import (
     CopyBytes,
     CopyRounded,
@@ -47,10 +60,10 @@ from ..plan.layout import (
 )
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
-from ..weights.quant_error import LostWeights
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
+    LostWeights,
     Reader,
     check_scales,
     divided_scales,
@@ -60,7 +73,6 @@ from ..weights.reading import (
     row_bytes,
 )
 from ..weights.weight import Weight
-from .devices import CpuKernels, TorchKernels, loops
 
 # Bytes that the kernels need for CHUNK weights, for their tables, and as slack in the allocator.
 KERNEL_MEMORY = 24 << 20
@@ -92,8 +104,9 @@ def worker_memory(plan: Plan, device: str) -> int:
         piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
         largest_piece = max(largest_piece, piece)
         # A weight that is decoded and transposed is in memory as a whole, in bfloat16.
-        transposed = weight.shape[0] * weight.shape[1] * 2 if weight.decodes_transposed else 0
-        temporary = max(temporary, decoding + transposed)
+        if weight.decodes_transposed:
+            decoding += weight.shape[0] * weight.shape[1] * 2
+        temporary = max(temporary, decoding)
     # torch allocates pinned memory in powers of two.
     buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
     # One buffer for reading, two for writing.
@@ -239,7 +252,9 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
 def _lost_layers(file: SourceFile, job: Encode) -> Iterator[str]:
     """Yield modules of which a finished shard shows that nearly all codes stand for zero."""
     fmt = job.scheme.format
-    for piece in job.pieces if fmt.zero_point is None else ():
+    if fmt.zero_point is not None:
+        return
+    for piece in job.pieces:
         lost = LostWeights(fmt, piece.weight.shape[0])
         pitch = fmt.number.nbytes(piece.weight.shape[1])
         codes = np.empty((len(lost.rows), pitch), np.uint8)
@@ -252,7 +267,9 @@ def _lost_layers(file: SourceFile, job: Encode) -> Iterator[str]:
 
 def _name(weight: Weight) -> str:
     """Return the name under which an unquantized weight is written."""
-    return weight.source.name if weight.expert < 0 else f"{weight.module}.weight"
+    if weight.expert < 0:
+        return weight.source.name
+    return f"{weight.module}.weight"
 
 
 class _Stopped(Exception):
@@ -478,7 +495,9 @@ class _Worker:
             source.read(raw, job.offset, job.label)
         scale = scale_values(raw, job.dtype)
         check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
-        file.write(np.float32(1) / scale if job.inverse else scale, job.target)
+        if job.inverse:
+            scale = np.float32(1) / scale
+        file.write(scale, job.target)
         self.conversion.advance(job.nbytes)
 
     def _transform(self, job: TransformWeight, file: Target) -> None:
@@ -541,8 +560,11 @@ class _Worker:
                 )
             keeps_scale = True
 
-        exact = None if keeps_scale else self.reader.exact_global_scale(job.fused, job.scheme)
-        shared_absmax = None if keeps_scale or exact is not None else self._shared_absmax(job)
+        exact = shared_absmax = None
+        if not keeps_scale:
+            exact = self.reader.exact_global_scale(job.fused, job.scheme)
+        if not keeps_scale and exact is None:
+            shared_absmax = self._shared_absmax(job)
 
         for piece in job.pieces:
             if (piece.keeps_codes and keeps_scale) or exact is not None:
@@ -597,7 +619,8 @@ class _Worker:
                     scale_target += stored.nbytes
 
                 if zero_target is not None:
-                    zero_point = np.zeros_like(scale) if zero_point is None else zero_point
+                    if zero_point is None:
+                        zero_point = np.zeros_like(scale)
                     zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
 
                 self.conversion.advance(codes.nbytes)
@@ -645,8 +668,11 @@ class _Worker:
 
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
-            file.write(fmt.encode_scales(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
-            global_scale = None if fmt.shared else shared_scale
+            if fmt.shared:
+                file.write(fmt.encode_scales(shared_scale), piece.tied_target)
+            else:
+                file.write(shared_scale, piece.tied_target)
+                global_scale = shared_scale
 
         for bits in self.reader.rows(weight, fmt.height):
             loaded = self.kernels.load(bits, weight.dtype)
@@ -772,3 +798,180 @@ def _read_pieces(path: Path, offset: int, info: TensorInfo) -> Iterator[Floats]:
     """Yield the values of a tensor, float32 [n], from at most PIECE bytes at a time."""
     for low in range(0, info.nbytes, PIECE):
         yield scale_values(np.fromfile(path, np.uint8, min(PIECE, info.nbytes - low), offset=offset + low), info.dtype)
+
+
+def loops(fast: bool) -> Loops:
+    """Return the numpy loops of formats/kernels.py, or if `fast` the compiled ones of formats/compiled.py.
+
+    Args:
+        fast: whether to use numba; where it cannot be imported, the numpy loops are returned all the same.
+
+    Returns:
+        The module, whose functions choose scales, encode and decode.
+    """
+    if fast:
+        # numba may be installed and yet too old for this numpy.
+        with suppress(ImportError, OSError):
+            from ..formats import compiled
+
+            return compiled
+    return kernels
+
+
+class CpuKernels:
+    """Computes scales' inputs and codes on the CPU.
+
+    Args:
+        loops: the result of `loops()`.
+    """
+
+    def __init__(self, loops: Loops) -> None:
+        self.loops = loops
+
+    def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
+        """Compute the largest absolute weight of each group.
+
+        Args:
+            bits: weights [rows, cols] of whole groups, as `load` returns them.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+            group: (height, width) of a group; None is the whole axis.
+
+        Returns:
+            float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
+        """
+        return self.loops.absmax(bits, dtype, group)
+
+    def encode(
+        self,
+        bits: Bits,
+        dtype: str,
+        scale: Floats,
+        format: Format,
+        out: Codes,
+        global_scale: Floats | None = None,
+        zero_point: Floats | None = None,
+    ) -> None:
+        """Quantize weights and write their codes to `out` as they are stored.
+
+        Args:
+            bits: finite weights [rows, cols] of whole groups, as `load` returns them.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+            scale: float32 [rows / height, cols / width], the scale of each group, divided by the global scale.
+            format: format of the codes.
+            out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
+            global_scale: float32 [1, 1], by which `scale` is divided; None for formats without one.
+            zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
+        """
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
+
+    def load(self, bits: Bits, dtype: str) -> Bits:
+        """Return the bits unchanged, uint16 or uint32 [rows, cols], for `absmax` and `encode`; `dtype` is ignored."""
+        del dtype
+        return bits
+
+    def memory(self, nbytes: int) -> Bytes:
+        """Allocate a buffer for weights or codes, uint8 [nbytes]."""
+        return np.empty(nbytes, np.uint8)
+
+
+class TorchKernels:
+    """Computes the same as CpuKernels on a torch device, by formats/reference.py. Each worker has its own.
+
+    On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own stream, so that one worker's
+    copies overlap another worker's arithmetic and the reads and writes of all.
+
+    Its methods raise UsageError if the device fails, as for too little memory.
+
+    Args:
+        device: a torch device name such as "cuda:0".
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch = torch
+        self.device = torch.device(device)
+        self.dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        self.stream: Any = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Work on this worker's stream, and turn errors of the device, such as too little memory, into UsageError."""
+        try:
+            with self.torch.cuda.stream(self.stream):
+                yield
+        except RuntimeError as error:
+            raise UsageError(
+                f"{self.device} failed: {first_line(error)}", "use fewer --workers, or --device cpu"
+            ) from error
+
+    def memory(self, nbytes: int) -> Bytes:
+        """Allocate a host buffer for weights or codes, uint8 [nbytes]; pinned if the device is a GPU."""
+        with self._working():
+            pinned = self.stream is not None
+            return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
+
+    def load(self, bits: Bits, dtype: str) -> Any:
+        """Copy weights to the device, once for both `absmax` and `encode`.
+
+        Args:
+            bits: uint16 or uint32 [rows, cols], the bits of the weights.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+
+        Returns:
+            The weights as a torch tensor [rows, cols] of that dtype on the device.
+        """
+        signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
+        with self._working():
+            return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
+
+    def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
+        """Compute the largest absolute weight of each group.
+
+        Args:
+            weight: tensor [rows, cols] of whole groups, as `load` returns it.
+            dtype: ignored, since the tensor has it.
+            group: (height, width) of a group; None is the whole axis.
+
+        Returns:
+            float32 [rows / height, cols / width], on the host; NaN or infinity for a group that has one.
+        """
+        from ..formats.reference import group_absmax
+
+        del dtype
+        with self._working():
+            return np.asarray(group_absmax(weight, group).cpu().numpy())
+
+    def encode(
+        self,
+        weight: Any,
+        dtype: str,
+        scale: Floats,
+        format: Format,
+        out: Codes,
+        global_scale: Floats | None = None,
+        zero_point: Floats | None = None,
+    ) -> None:
+        """Quantize weights and write their codes to `out` as they are stored.
+
+        Args:
+            weight: finite tensor [rows, cols] of whole groups, as `load` returns it.
+            dtype: ignored, since the tensor has it.
+            scale: float32 [rows / height, cols / width] on the host, the scale of each group divided by any global one.
+            format: format of the codes.
+            out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
+            global_scale: ignored, since `scale` is divided by it already.
+            zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
+        """
+        from ..formats.reference import encode
+
+        del dtype, global_scale
+        with self._working():
+            zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)
+            self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
+            if self.stream is not None:
+                # The codes must have arrived before they are written, and before the buffers are used again.
+                self.stream.synchronize()

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
-from ..files.small_files import open_regular, parse_json, short_repr
+from ..files.model_files import open_regular, parse_json, short_repr
 from ..machine import first_line
 from ..version import install_hint
 from .sandbox import Message

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..errors import SourceError
 from ..files.checkpoint import readable
-from ..files.small_files import parse_json, read_small, short_repr
+from ..files.model_files import parse_json, read_small, short_repr
 from .domains import chat_problem
 from .sandbox import Message
 from .tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
-from ..files.small_files import short_repr
+from ..files.model_files import short_repr
 
 # The date that templates get. A real date would change figures from day to day.
 TODAY = date(2026, 1, 1)

@@ -33,7 +33,7 @@ import yaml
 
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
-from ..files.small_files import parse_json, read_small, short_repr
+from ..files.model_files import parse_json, read_small, short_repr
 from ..version import install_hint
 
 # The metrics of lm-eval that say of each question whether the answer is right.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
-from ..files.small_files import parse_json, read_small, short_repr
+from ..files.model_files import parse_json, read_small, short_repr
 from .sandbox import Message, render
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..convert.conversion import worth_compiling
-from ..convert.devices import loops
+from ..convert.conversion import loops, worth_compiling
 from ..errors import SourceError
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import Format, Group
 from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, Scales, choose_scales, choose_shared_scale, to_float32
 from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite

@@ -31,8 +31,7 @@ from ..formats.quantization import Quantization, quantization_places, read_quant
 from ..formats.reference import decode, encode, group_absmax, group_scale
 from ..models import GENERIC
 from ..plan.architecture import known_architecture
-from ..registry.architecture import ROUTER
-from ..registry.rules import ModuleRules
+from ..registry.architecture import ROUTER, ModuleRules
 from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
 from ..streaming.interleaved import ForwardPass

@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 from ..data.prompts import Prompt, read_prompts
 from ..data.tokenizer import Tokenizer
 from ..files.checkpoint import readable
-from ..files.small_files import parse_json, read_small
+from ..files.model_files import parse_json, read_small
 from ..machine import available_memory
 from ..streaming import transformers_internals
 from ..streaming.model import StreamedModel, products_in_float32

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..data.tasks import Tasks
 from ..data.tokenizer import Tokenizer
 from ..errors import SourceError
-from ..files.small_files import short_repr
+from ..files.model_files import short_repr
 from ..plan.architecture import known_architecture
 from ..streaming.interleaved import ForwardPass
 from ..streaming.model import StreamedModel, products_in_float32

@@ -17,7 +17,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
-from ..files.journal import WeightFacts
+from ..files.destination import WeightFacts
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint

@@ -1,17 +1,17 @@
 """Bytes on disk: safetensors files, model directories, the output. This room knows no number format and no model.
 
-tensors                     a safetensors header: name, dtype and shape of each tensor (TensorInfo), and where its
-                            bytes lie (Location)
 checkpoint                  opens a model directory: config, tensors, where they lie, other files; what identifies it: a
                             digest of all bytes, and a stamp that is cheap to compare
-shardfile                   reads shards at offsets, and writes them; the write that completes a shard checks and
-                            publishes it. Layers that GPTQ has quantized, until the conversion copies them
+shardfile                   a safetensors header: name, dtype and shape of each tensor (TensorInfo), and where its
+                            bytes lie (Location). Reads shards at offsets, and writes them; the write that completes
+                            a shard checks and publishes it. Layers that GPTQ has quantized, until the conversion
+                            copies them
 output                      one run's claim on its output directory: the lock and the journal. A run that was killed is
                             resumed: its finished shards are known by their final names and sizes
-journal                     `.openquant.json`, which records how an output was made; what lies beside it
-destination                 where other files may go and what they must not replace; whole or not at all; room on disk
+destination                 where other files may go and what they must not replace; whole or not at all; room on disk;
+                            `.openquant.json`, which records how an output was made
 evaluation, cards           eval.json and README.md, read with distrust
-small_files, model_files    configs and indexes; names of files, and which belong to a model
+model_files                 configs and indexes; names of files, and which belong to a model
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))
 info = checkpoint.tensors["lm_head.weight"]          # TensorInfo("lm_head.weight", "BF16", (151936, 4096))

@@ -15,9 +15,8 @@ from typing import Any
 import yaml
 
 from .checkpoint import Checkpoint, readable
-from .journal import WeightFacts, facts_in, read_journal
-from .model_files import CARD_FILE
-from .small_files import MAX_SMALL, read_small
+from .destination import WeightFacts, facts_in, read_journal
+from .model_files import CARD_FILE, MAX_SMALL, read_small
 
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
@@ -114,7 +113,7 @@ def source_commit(card: str, repo: str) -> str | None:
     link = re.escape(f"[{repo}](https://huggingface.co/{repo}/tree/")
     row = rf"^\| (?:{QUANTIZED_FROM}|{WEIGHTS_OF}) \| {link}([\w.-]+)\) at "
     found = re.search(row, _own_part(card), re.ASCII | re.MULTILINE)
-    return found[1] if found else None
+    return found and found[1]
 
 
 def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
@@ -161,7 +160,9 @@ def _has_row(card: str, start: str) -> bool:
 def _own_part(card: str) -> str:
     """Return the part of a card that openquant wrote; "" if there is none."""
     span = _own_span(card)
-    return card[slice(*span)] if span else ""
+    if span is None:
+        return ""
+    return card[slice(*span)]
 
 
 def _own_span(card: str) -> tuple[int, int] | None:
@@ -176,7 +177,7 @@ def _own_span(card: str) -> tuple[int, int] | None:
     if _MADE.search(card, start, end):
         return start, end
     old = _OLD_PART.search(card, start)
-    return old.span() if old else None
+    return old and old.span()
 
 
 def source_text(card: str) -> str:
@@ -221,7 +222,7 @@ def evaluation_in(card: str) -> str | None:
     """
     start, end = _own_span(card) or (0, len(card))
     found = _EVALUATION.search(card[start:end])
-    return f"{found[0].rstrip()}\n" if found else None
+    return found and f"{found[0].rstrip()}\n"
 
 
 def with_repository(figures: str, name: str) -> str:
@@ -272,9 +273,12 @@ def metadata_notes(keys: Container[str], path: str) -> list[str]:
         A list of one sentence; empty if license and base_model are there.
     """
     absent = [key for key in ("license", "base_model") if key not in keys]
+    if not absent:
+        return []
+
     lines = " and ".join(f'"{key}: .."' for key in absent)
     named = f"the card names no {' and no '.join(absent)}"
-    return [f"{named}: add {lines} to the metadata at the top of {path}"] if absent else []
+    return [f"{named}: add {lines} to the metadata at the top of {path}"]
 
 
 def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
@@ -298,7 +302,9 @@ def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
         node = yaml.compose(metadata, Loader=loader)
     except _NOT_YAML:
         return None
-    return node if isinstance(node, yaml.MappingNode) and node.value and _is_readable(node) else None
+    if not isinstance(node, yaml.MappingNode) or not node.value or not _is_readable(node):
+        return None
+    return node
 
 
 def _is_readable(node: yaml.Node) -> bool:
@@ -327,7 +333,9 @@ def _text_of(node: yaml.Node) -> Any:
     """Return a node's value with scalars as strings, because YAML reads the language code "no" as a boolean."""
     if isinstance(node, yaml.MappingNode):
         return {key.value: _text_of(value) for key, value in node.value}
-    return [_text_of(value) for value in node.value] if isinstance(node, yaml.SequenceNode) else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_text_of(value) for value in node.value]
+    return node.value
 
 
 def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
@@ -344,7 +352,8 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
     for (start, key), (end, _) in zip(starts, [*starts[1:], (len(metadata), "")], strict=True):
         if key not in REPLACED:
             kept += metadata[start:end]
-    kept = kept if kept.endswith("\n") else kept + "\n"
+    if not kept.endswith("\n"):
+        kept += "\n"
 
     # Cut text is not valid YAML after braces around the mapping or an end marker. Then it is serialized anew.
     expected = {**_text_of(yaml.MappingNode(mapping.tag, pairs)), "openquant": "x"}
@@ -362,17 +371,20 @@ def shell_word(path: str) -> str:
     Args:
         path: path, repository or other argument of a command.
     """
-    word = f"./{path}" if path.startswith("-") else path
-    if word.isprintable():
-        return shlex.quote(word)
+    if path.startswith("-"):
+        path = f"./{path}"
+    if path.isprintable():
+        return shlex.quote(path)
     # The quoting of bash and zsh for control characters: $'a\x0ab'.
-    return f"$'{''.join(map(_escaped, word))}'"
+    return f"$'{''.join(map(_escape, path))}'"
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     if letter in "'\\":
         return f"\\{letter}"
-    return letter if letter.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter))
+    if letter.isprintable():
+        return letter
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter))
 
 
 def published_card(card: str, repo: str, revision: str | None) -> str:
@@ -409,7 +421,9 @@ def serve_argument(output: str, revision: str | None) -> str:
         output: directory or repository.
         revision: revision of the repository; None for main or a directory.
     """
-    return shell_word(output) + (f" --revision {shell_word(revision)}" if revision else "")
+    if not revision:
+        return shell_word(output)
+    return f"{shell_word(output)} --revision {shell_word(revision)}"
 
 
 def base_models(card: str) -> list[str]:
@@ -421,6 +435,7 @@ def base_models(card: str) -> list[str]:
     Returns:
         The `base_model` of its metadata: ["org/name"]; empty if it has none.
     """
-    named = split_card(card)[1].get("base_model", [])
-    names = [named] if isinstance(named, str) else named
+    names = split_card(card)[1].get("base_model", [])
+    if isinstance(names, str):
+        names = [names]
     return [name for name in names if isinstance(name, str) and name not in _NULLS]

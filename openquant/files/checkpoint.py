@@ -24,19 +24,24 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .model_files import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, belonging, left_out_part
-from .small_files import (
+from .model_files import (
+    CARD_FILE,
+    INDEX_FILE,
+    JOURNAL_FILE,
     MAX_INDEX,
     MAX_POINTER,
     MAX_SMALL,
+    SINGLE_FILE,
+    belonging,
     file_sha256,
+    left_out_part,
     open_regular,
     parse_json,
     read_small,
     refuse_pointer,
     short_repr,
 )
-from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
+from .shardfile import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 
@@ -87,8 +92,9 @@ class Checkpoint:
         if name not in self.beside:
             return name
         count, size = self.beside[name]
-        tensors = "1 tensor" if count == 1 else f"{count} tensors"
-        return f"{name} ({tensors}, {size:,} bytes)"
+        if count == 1:
+            return f"{name} (1 tensor, {size:,} bytes)"
+        return f"{name} ({count} tensors, {size:,} bytes)"
 
 
 class RemoteFile(Protocol):
@@ -150,86 +156,114 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
         if root.exists():
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
         raise SourceError(f"{root} does not exist", "check the path")
+
     config = read_config(root)
     architecture = _architecture(root, config)
     names, weight_map = _find_shards(root, remote)
-    unindexed = _mtp_shards(root, remote, config, names) if weight_map is not None else []
-    names = [*names, *unindexed]
-    shards: dict[str, int] = {}
-    headers: dict[str, str] = {}
-    tensors: dict[str, TensorInfo] = {}
-    where: dict[str, Location] = {}
-    remote_shards = [shard for shard in names if shard in remote]
-    remote_headers = in_parallel(lambda shard: _read_remote(remote[shard], shard), remote_shards, HEADERS_AT_ONCE)
-    for shard in names:
-        if remote and shard not in remote and not (root / shard).exists():
-            raise SourceError(
-                f"{shard} is named by {INDEX_FILE} and missing from the repository",
-                "choose another --revision, or tell the repository's owner",
-            )
-        if (root / shard).exists() and not (root / shard).is_file():
-            raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
-        if shard in remote:
-            shards[shard] = remote[shard].size
-            headers[shard], header = next(remote_headers)
+    unindexed = [] if weight_map is None else _mtp_shards(root, remote, config, names)
+
+    # The tensors of all shards.
+    found = _Shards(root)
+    for name, size, digest, header in _read_shards(root, remote, [*names, *unindexed]):
+        if name not in unindexed or found.where.keys().isdisjoint(info.name for info, _ in header):
+            found.add(name, size, digest, header)
         else:
-            shards[shard], headers[shard], header = _open_shard(root / shard, shard)
-        if len(tensors) + len(header) > MAX_TENSORS:
-            raise SourceError(f"{root} holds more than {MAX_TENSORS:,} tensors", DAMAGED)
-        if weight_map is not None and shard in unindexed:
-            if any(info.name in where for info, _ in header):
-                # Left over: the index has these layers elsewhere.
-                del shards[shard], headers[shard]
-                unindexed.remove(shard)
-                continue
-            weight_map |= {info.name: shard for info, _ in header}
+            # Left over: the index has these layers elsewhere.
+            unindexed = [shard for shard in unindexed if shard != name]
+
+    if weight_map is not None:
+        added = {name: shard for name, (shard, _) in found.where.items() if shard in unindexed}
+        _check_index(root / INDEX_FILE, weight_map | added, found.where)
+    if not found.tensors:
+        raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
+
+    # Other files.
+    elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
+    files, left_out = _list_files(root, set(found.sizes), elsewhere, copy)
+    weights = [name for name in left_out if name.endswith(".safetensors") and "/" not in name]
+    costs = {name: _cost(root, remote.get(name), name) for name in weights}
+
+    return Checkpoint(
+        root=root,
+        config=config,
+        architecture=architecture,
+        shards=found.sizes,
+        headers=found.headers,
+        tensors=found.tensors,
+        where=found.where,
+        indexed=weight_map is not None,
+        files=files,
+        left_out=left_out,
+        quant_states=_read_quant_states(root, remote, found),
+        unindexed=tuple(unindexed),
+        beside={name: cost for name, cost in costs.items() if cost},
+    )
+
+
+@dataclass
+class _Shards:
+    """What the headers of the shards say; the fields are those of a Checkpoint."""
+
+    root: Path
+    sizes: dict[str, int] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    where: dict[str, Location] = field(default_factory=dict)
+
+    def add(self, shard: str, size: int, digest: str, header: list[tuple[TensorInfo, int]]) -> None:
+        """Add a shard, whose tensors no other may have."""
+        if len(self.tensors) + len(header) > MAX_TENSORS:
+            raise SourceError(f"{self.root} holds more than {MAX_TENSORS:,} tensors", DAMAGED)
+
+        self.sizes[shard] = size
+        self.headers[shard] = digest
         for info, offset in header:
-            if info.name in where:
+            if info.name in self.where:
                 raise SourceError(
-                    f"{info.name} is in two shards: {where[info.name].shard} and {shard}",
+                    f"{info.name} is in two shards: {self.where[info.name].shard} and {shard}",
                     "download the one where the index does not place it again, or remove it if the index lacks it",
                 )
-            tensors[info.name] = info
-            where[info.name] = Location(shard, offset)
-    if weight_map is not None:
-        _check_index(root / INDEX_FILE, weight_map, where)
-    if not tensors:
-        raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
-    elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
-    files, left_out = _list_files(root, set(shards), elsewhere, copy)
-    states = [info for name, info in tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
+            self.tensors[info.name] = info
+            self.where[info.name] = Location(shard, offset)
 
-    def read_state(info: TensorInfo) -> bytes:
-        shard, offset = where[info.name]
+
+def _read_shards(
+    root: Path, remote: Mapping[str, RemoteFile], names: list[str]
+) -> Iterator[tuple[str, int, str, list[tuple[TensorInfo, int]]]]:
+    """Yield the name of each shard, its size in bytes, and what `read_header` returns."""
+    remote_names = [name for name in names if name in remote]
+    remote_headers = in_parallel(lambda name: _read_remote(remote[name], name), remote_names, HEADERS_AT_ONCE)
+
+    for name in names:
+        path = root / name
+        if path.exists() and not path.is_file():
+            raise SourceError(f"{name} is not a regular file", "download or copy the checkpoint again")
+        if name in remote:
+            yield name, remote[name].size, *next(remote_headers)
+            continue
+
+        if remote and not path.exists():
+            raise SourceError(
+                f"{name} is named by {INDEX_FILE} and missing from the repository",
+                "choose another --revision, or tell the repository's owner",
+            )
+        yield name, *_open_shard(path, name)
+
+
+def _read_quant_states(root: Path, remote: Mapping[str, RemoteFile], found: _Shards) -> dict[str, bytes]:
+    """Return the contents of the tensors that have a quant state, by name."""
+
+    def read(info: TensorInfo) -> bytes:
+        shard, offset = found.where[info.name]
         if shard in remote:
             return remote[shard].read(offset, info.nbytes)
         with open_regular(root / shard, shard) as file:
             file.seek(offset)
             return file.read(info.nbytes)
 
-    read = in_parallel(read_state, states, HEADERS_AT_ONCE)
-    quant_states = {info.name: data for info, data in zip(states, read, strict=True)}
-    indexed = weight_map is not None
-    beside = {
-        name: cost
-        for name in left_out
-        if name.endswith(".safetensors") and "/" not in name and (cost := _cost(root, remote.get(name), name))
-    }
-    return Checkpoint(
-        root,
-        config,
-        architecture,
-        shards,
-        headers,
-        tensors,
-        where,
-        indexed,
-        files,
-        left_out,
-        quant_states,
-        tuple(unindexed),
-        beside,
-    )
+    states = [info for name, info in found.tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
+    contents = in_parallel(read, states, HEADERS_AT_ONCE)
+    return {info.name: data for info, data in zip(states, contents, strict=True)}
 
 
 def _cost(root: Path, remote: RemoteFile | None, name: str) -> tuple[int, int] | None:
@@ -250,7 +284,9 @@ def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInf
 
     def read(offset: int, length: int) -> bytes:
         data = first[offset : offset + length]
-        return data if len(data) == length else data + file.read(offset + len(data), length - len(data))
+        if len(data) < length:
+            data += file.read(offset + len(data), length - len(data))
+        return data
 
     return read_header(read, file.size, name)
 
@@ -295,9 +331,12 @@ def read_json(path: Path, what: str) -> Any:
     Raises:
         SourceError: it is missing, cannot be read, is not a regular file, too large, or not JSON.
     """
+    largest = MAX_SMALL
+    if what == INDEX_FILE:
+        largest = MAX_INDEX
     with readable():
         try:
-            data = read_small(path, str(path), MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
+            data = read_small(path, str(path), largest)
         except FileNotFoundError:
             raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
     return parse_json(data, str(path))
@@ -379,12 +418,12 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for shard, tensor in first_tensors.items():
         if not _is_plain(shard):
             raise SourceError(
-                f"{path} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
+                f"{path} places {_show_name(tensor)} in {short_repr(shard)}, which is not a plain file name",
                 "shards must lie in the checkpoint's own directory",
             )
         if not shard.endswith(".safetensors"):
             raise SourceError(
-                f"{path} places {_named(tensor)} in {shard}, which is not a safetensors file",
+                f"{path} places {_show_name(tensor)} in {shard}, which is not a safetensors file",
                 "save the model with safe_serialization=True",
             )
     return weight_map
@@ -409,9 +448,11 @@ def _is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and not set(name) & {"/", "\\"} and name.isprintable() and len(name) <= 255
 
 
-def _named(tensor: str) -> str:
+def _show_name(tensor: str) -> str:
     """Return a tensor's name for a message: quoted and shortened if it is not a possible name."""
-    return tensor if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor) else short_repr(tensor)
+    if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor):
+        return tensor
+    return short_repr(tensor)
 
 
 def _names(root: Path) -> list[str]:
@@ -476,7 +517,7 @@ def _check_index(path: Path, weight_map: dict[str, str], where: dict[str, Locati
         return
     for tensor, shard in weight_map.items():
         if tensor not in where or where[tensor].shard != shard:
-            raise SourceError(f"{path} places {_named(tensor)} in {shard}, which does not hold it", DAMAGED)
+            raise SourceError(f"{path} places {_show_name(tensor)} in {shard}, which does not hold it", DAMAGED)
     for tensor, location in where.items():
         if tensor not in weight_map:
             raise SourceError(f"{location.shard} holds {tensor}, which {path} does not list", DAMAGED)
@@ -494,7 +535,9 @@ def _list_files(
 
     def read(name: str) -> bytes:
         path = root / name
-        return read_small(path, str(path)) if path.is_file() and path.stat().st_size <= MAX_SMALL else b""
+        if not path.is_file() or path.stat().st_size > MAX_SMALL:
+            return b""
+        return read_small(path, str(path))
 
     files: dict[str, int] = {}
     for relative in sorted(belonging(names, read, copy)):
@@ -604,7 +647,7 @@ class Fingerprint:
         self.checkpoint = checkpoint
         self.remote = remote or {}
         if stamps is None:
-            local = () if commit else [shard for shard in checkpoint.shards if shard not in self.remote]
+            local = [shard for shard in checkpoint.shards if not commit and shard not in self.remote]
             stamps = stamps_of(checkpoint.root, local)
         self._stamps = dict(stamps)
         self.stamp = self._sha256(commit, self._stamps)
@@ -639,7 +682,9 @@ class Fingerprint:
         Raises:
             SourceError: one was, or is gone.
         """
-        local = [shard for shard in (self._stamps if shards is None else shards) if shard in self._stamps]
+        if shards is None:
+            shards = self._stamps
+        local = [shard for shard in shards if shard in self._stamps]
         for shard, now in stamps_of(self.checkpoint.root, local).items():
             # Without the inode, which some network file systems change; a replaced file has another ctime anyway.
             if now[:-1] != self._stamps[shard][:-1]:
@@ -674,8 +719,9 @@ class Fingerprint:
 
     def _repository_sha256(self, shard: str) -> str | None:
         """Return the SHA-256 that the repository has of a shard; None if it has none."""
-        digest = self.remote[shard].digest if shard in self.remote else ""
-        return digest if len(digest) == 64 else None
+        if shard not in self.remote or len(self.remote[shard].digest) != 64:
+            return None
+        return self.remote[shard].digest
 
 
 def _hash(path: Path) -> str:

@@ -19,8 +19,7 @@ from ..errors import SourceError
 from .cards import shell_word
 from .checkpoint import Checkpoint, Fingerprint, readable
 from .destination import FileKind
-from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
-from .small_files import MAX_SMALL, parse_json, read_small, short_repr
+from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE, MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"
 # Longest list, and characters of the longest text.
@@ -39,7 +38,10 @@ class _Finite:
 
 
 # Plotted numbers are below 1e100, because matplotlib overflows with numbers near the largest float.
-NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
+NUMBER = float
+FINITE = _Finite
+COUNT = int
+TEXT = str
 _LARGEST = 1e100
 INTERVAL = Nullable((NUMBER, NUMBER))
 # Scores of source and output in one metric; and the figures of a task.
@@ -164,9 +166,9 @@ def _check(value: Any, kind: Any, where: str) -> None:
         for name, inner in kind.items():
             key = name.removesuffix("?")
             if key in value:
-                _check(value[key], inner, f"{where}.{key}" if where else key)
+                _check(value[key], inner, f"{where}.{key}".lstrip("."))
             elif key == name:
-                raise SourceError(f"{EVAL_FILE} has no {f'{where}.' if where else ''}{key}", AGAIN)
+                raise SourceError(f"{EVAL_FILE} has no {f'{where}.{key}'.lstrip('.')}", AGAIN)
         return
 
     if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
@@ -208,7 +210,9 @@ def _is_plain(value: Any, kind: Any) -> bool:
         return isinstance(value, int) and 0 <= value < 1 << 63
     if isinstance(value, int):
         return kind in (NUMBER, FINITE) and abs(value) < 1 << 63
-    return abs(value) < _LARGEST if kind is NUMBER else kind is FINITE and math.isfinite(value)
+    if kind is NUMBER:
+        return abs(value) < _LARGEST
+    return kind is FINITE and math.isfinite(value)
 
 
 def _is_evaluation(file: BinaryIO) -> bool:
@@ -269,10 +273,16 @@ def evaluation_files(path: Path) -> dict[str, bytes]:
                 f"{path} has the figures of {len(value['outputs'])} outputs, and a repository holds one",
                 "measure that one alone: openquant eval NAME --source SOURCE --out eval.json",
             )
+
         digest = evaluation_digest(check_evaluation(value)).encode()
         picture_path = path.parent / EVAL_PICTURE
-        picture = read_small(picture_path, EVAL_PICTURE) if picture_path.is_file() else None
-    return {EVAL_FILE: data} | ({EVAL_PICTURE: picture} if picture and digest in picture else {})
+        picture = b""
+        if picture_path.is_file():
+            picture = read_small(picture_path, EVAL_PICTURE)
+
+    if digest not in picture:
+        return {EVAL_FILE: data}
+    return {EVAL_FILE: data, EVAL_PICTURE: picture}
 
 
 def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:

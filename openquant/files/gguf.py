@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import SourceError
 from .checkpoint import readable
-from .small_files import open_regular, short_repr
-from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME
+from .model_files import open_regular, short_repr
+from .shardfile import DAMAGED, MAX_TENSORS, TENSOR_NAME
 
 MAGIC = b"GGUF"
 # Published files have fewer than a hundred keys.
@@ -29,7 +29,7 @@ MAX_ARRAY = 4_000_000
 # Chat templates are the longest strings, and tokens are short. Merges are found by cutting tokens everywhere.
 MAX_STRING = 1 << 20
 MAX_TOKEN = 4096
-# As safetensors has it (tensors.py). A vocabulary of 260,000 tokens with merges takes 12 MB.
+# As safetensors has it (shardfile.py). A vocabulary of 260,000 tokens with merges takes 12 MB.
 MAX_HEADER = 100_000_000
 # Numbers of an array that are kept: one for each layer.
 _MAX_KEPT = 10_000
@@ -227,7 +227,9 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
         raise SourceError(f"{cursor.name}: {key} is an array of the type {kind}, which is not read", DAMAGED)
 
     data = cursor.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
-    return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data)) if count <= _MAX_KEPT else count
+    if count > _MAX_KEPT:
+        return count
+    return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data))
 
 
 def _read_entry(cursor: _Cursor, types: Mapping[int, TensorType]) -> GgufTensor:

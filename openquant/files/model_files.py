@@ -1,14 +1,27 @@
-"""Names of files in a model's directory, and which belong to the model: not texts, keys, logs, scripts beside it.
+"""Files of a model's directory: which belong to the model, and small ones read whole, such as configs and journals.
 
-belonging(["vocab.txt", "train.py", ".env"], read)    # {"vocab.txt"}
+belonging(["vocab.txt", "train.py", ".env"], read)    # {"vocab.txt"}: not texts, keys, logs, scripts beside it
+
+Anybody may have put anything into a directory: a pipe, a link to an endless device, a gigabyte, deeply nested JSON.
+What is read here is bounded in size and depth, and comes from a regular file.
 """
 
 from __future__ import annotations
 
+import codecs
+import difflib
+import errno
+import hashlib
 import json
+import os
 import re
+import reprlib
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
+from io import BufferedReader
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
@@ -16,11 +29,14 @@ from ..errors import SourceError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CARD_FILE = "README.md"
-# The record of a run in its output (journal.py).
+# The record of a run in its output (destination.py).
 JOURNAL_FILE = ".openquant.json"
 # An evaluation of the model: figures, page and picture. They are not copied from a source, because they do not describe
 # the output.
-EVAL_FILE, EVAL_PAGE, EVAL_PICTURE = EVALUATION_FILES = ("eval.json", "eval.html", "eval.png")
+EVAL_FILE = "eval.json"
+EVAL_PAGE = "eval.html"
+EVAL_PICTURE = "eval.png"
+EVALUATION_FILES = (EVAL_FILE, EVAL_PAGE, EVAL_PICTURE)
 # What engines, transformers, its processors and sentence-transformers read, in any directory and in lower case; parsers
 # that `vllm serve` takes as plugins; and what a reader of the card is referred to.
 MODEL_FILES = (
@@ -84,7 +100,9 @@ def left_out_part(name: str) -> str | None:
     for depth, directory in enumerate(parts[:-1], 1):
         if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in _OUTPUT_FILES):
             return "/".join(parts[:depth]) + "/"
-    return name if _matches(parts[-1], LEFT_OUT_FILES) or name in (JOURNAL_FILE, *EVALUATION_FILES) else None
+    if _matches(parts[-1], LEFT_OUT_FILES) or name in (JOURNAL_FILE, *EVALUATION_FILES):
+        return name
+    return None
 
 
 def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> set[str]:
@@ -139,8 +157,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _code(names: Collection[str], known: Iterable[str], read: Read) -> set[str]:
     """Modules that `auto_map` of a config names, and what they import from beside them."""
     modules = {name for name in names if name.endswith(".py")}
-    configs = (name for name in known if "/" not in name and name.endswith("config.json")) if modules else ()
-    left = [f"{module}.py" for name in configs for module in _auto_map(_parsed(read(name)))] + [_GENERATE]
+    configs = [name for name in known if modules and "/" not in name and name.endswith("config.json")]
+    left = [f"{module}.py" for name in configs for module in _auto_map(_parse(read(name)))] + [_GENERATE]
     found: set[str] = set()
     while left:
         name = left.pop()
@@ -148,7 +166,7 @@ def _code(names: Collection[str], known: Iterable[str], read: Read) -> set[str]:
             continue
         found.add(name)
         folder = name[: name.rfind("/") + 1]
-        left += [f"{folder}{module}.py" for module in _imported(read(name).decode(errors="replace"))]
+        left += [f"{folder}{module}.py" for module in _find_imports(read(name).decode(errors="replace"))]
     return found
 
 
@@ -160,11 +178,12 @@ def _auto_map(config: Any) -> Iterator[str]:
         if key != "auto_map":
             yield from _auto_map(value)
         elif isinstance(value, dict):
-            classes = [each for entry in value.values() for each in (entry if isinstance(entry, list) else [entry])]
-            yield from (str(each).rpartition(".")[0] for each in classes)
+            for entry in value.values():
+                classes = entry if isinstance(entry, list) else [entry]
+                yield from (str(each).rpartition(".")[0] for each in classes)
 
 
-def _imported(code: str) -> Iterator[str]:
+def _find_imports(code: str) -> Iterator[str]:
     """Modules that relative imports name: `from .a import b`, `from . import a, b`, `import .a`."""
     for module, members in re.findall(r"^\s*(?:from|import)\s+\.(\w*)(?:\s+import\s+([\w, ]+))?", code, re.MULTILINE):
         yield from [module] if module else re.findall(r"\w+", members)
@@ -172,12 +191,15 @@ def _imported(code: str) -> Iterator[str]:
 
 def _module_weights(names: Collection[str], read: Read) -> set[str]:
     """Weights in the folders that modules.json names."""
-    modules = _parsed(read("modules.json")) if "modules.json" in names else None
     found: set[str] = set()
-    for module in modules if isinstance(modules, list) else ():
-        folder = module.get("path") if isinstance(module, dict) else None
-        if not folder:
+    modules = _parse(read("modules.json")) if "modules.json" in names else None
+    if not isinstance(modules, list):
+        return found
+
+    for module in modules:
+        if not isinstance(module, dict) or not module.get("path"):
             continue
+        folder = module["path"]
 
         weights = {f"{folder}/{name}" for name in _MODULE_WEIGHTS}.intersection(names)
         kind = str(module.get("type")).rpartition(".")[2]
@@ -195,7 +217,7 @@ def _adapters(names: Collection[str], read: Read) -> set[str]:
     in a folder that it names, such as vision-lora for its "vision_lora" (Phi-4-multimodal).
     """
     configs = [name for name in names if name.rpartition("/")[2] == _ADAPTER_CONFIG]
-    config = _parsed(read("config.json"))
+    config = _parse(read("config.json"))
     if not isinstance(config, dict):
         return set()
     beside = {name for name in names if is_adapter(name)}
@@ -230,12 +252,214 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _shown(names: Collection[str], read: Read) -> set[str]:
     shown = {name for name in names if name.lower().endswith(_SHOWN)}
-    card = read(CARD_FILE).decode(errors="replace") if shown and CARD_FILE in names else ""
+    if not shown or CARD_FILE not in names:
+        return set()
+    card = read(CARD_FILE).decode(errors="replace")
     return {name for name in shown if name in card}
 
 
-def _parsed(data: bytes) -> Any:
+def _parse(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
+
+
+# Largest sizes in bytes: of a config, card or journal, and of an index, which lists every tensor.
+MAX_SMALL = 16 << 20
+MAX_INDEX = 100_000_000
+# Nesting of JSON. Published configs have 5 levels; a thousand would parse, but overflow the stack later.
+MAX_DEPTH = 64
+# Values in a JSON text: four for each tensor that an index may list. More take seconds and gigabytes.
+MAX_VALUES = 4_000_000
+# Bytes that are hashed at a time.
+_PIECE = 1 << 22
+# Characters of foreign text that a message shows.
+_MAX_SHOWN = 100
+
+# How a pointer of git-lfs begins, and the bytes that one has at most (docs/spec.md of git-lfs).
+_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_POINTER = 1023
+
+_DAMAGED = "download or copy it again"
+
+
+def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = True) -> BufferedReader:
+    """Open a regular file for reading, without waiting for a pipe or a device.
+
+    Args:
+        path: the file.
+        what: name of the file in messages, such as "config.json".
+        hint: hint of the error.
+        links: whether a link to a regular file is allowed.
+
+    Returns:
+        The open binary file, which the caller closes.
+
+    Raises:
+        SourceError: it is not a regular file, or no file can have this path.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
+    """
+    # Opening a pipe would wait for its other end.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    # Errors of opening a socket, a device without a driver, and a link where none is allowed.
+    not_regular = [errno.ENXIO, errno.ENODEV]
+    if not links:
+        flags |= os.O_NOFOLLOW
+        not_regular.append(errno.ELOOP)
+
+    try:
+        handle = os.open(path, flags)
+    except OSError as error:
+        if error.errno in not_regular:
+            raise SourceError(f"{what} is not a regular file", hint) from None
+        raise
+    except ValueError:
+        # A null byte or half of a surrogate pair, which names from JSON may have.
+        raise SourceError(f"{what} is no name that a file can have", "give the name of a file") from None
+
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise SourceError(f"{what} is not a regular file", hint)
+    return os.fdopen(handle, "rb")
+
+
+def file_sha256(path: Path, what: str) -> str:
+    """Return the SHA-256 of a regular file of any size, hexadecimal. Links are followed.
+
+    Args:
+        path: the file.
+        what: name of the file in messages, such as "config.json".
+
+    Raises:
+        SourceError: it is not a regular file.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
+    """
+    # hashlib.file_digest is not in Python 3.10.
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(_PIECE))
+    with open_regular(path, what) as file:
+        while count := os.readv(file.fileno(), [piece]):
+            digest.update(piece[:count])
+    return digest.hexdigest()
+
+
+def refuse_pointer(data: bytes, what: str) -> None:
+    """Refuse a file that a clone without git-lfs has left as a pointer.
+
+    Args:
+        data: the file's contents, or at least its first 64 bytes.
+        what: name of the file in the message.
+
+    Raises:
+        SourceError: it is a pointer.
+    """
+    if data.startswith(_POINTER):
+        raise SourceError(f"{what} is a pointer of git-lfs, not the file itself", "fetch the files: git lfs pull")
+
+
+def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
+    """Return the contents of a regular file of at most `limit` bytes. Links are followed.
+
+    Args:
+        path: the file.
+        what: name of the file in messages, such as "config.json".
+        limit: largest size in bytes.
+
+    Raises:
+        SourceError: it is not a regular file, larger than that, a pointer of git-lfs, or `path` is no possible path.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
+    """
+    with open_regular(path, what) as file:
+        # In pieces, because a file may grow or claim a size of zero, and Python allocates all that is asked for.
+        parts = []
+        left = limit + 1
+        if os.fstat(file.fileno()).st_size > limit:
+            left = 0
+        while left and (part := file.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+        data = b"".join(parts)
+    if left == 0:
+        raise SourceError(f"{what} is larger than {limit:,} bytes", _DAMAGED)
+    refuse_pointer(data, what)
+    return data
+
+
+def parse_json(data: bytes, what: str) -> Any:
+    """Parse a JSON text in UTF-8 without a byte-order mark, as engines do.
+
+    Args:
+        data: the text.
+        what: name of the file in messages.
+
+    Returns:
+        The parsed value: dict, list, str, int, float, bool or None.
+
+    Raises:
+        SourceError: it is not JSON, nested deeper than MAX_DEPTH, or has more than about MAX_VALUES values.
+    """
+    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SourceError(
+            f"{what} begins with a byte-order mark, which engines do not read",
+            "save it again as UTF-8 without a mark",
+        )
+
+    if data.count(b",") > MAX_VALUES:
+        raise SourceError(f"{what} holds more than {MAX_VALUES:,} values", _DAMAGED)
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{what} is not valid JSON: {error}", _DAMAGED) from None
+
+    level = [value]
+    depth = 0
+    while level := [inner for outer in level for inner in _contents(outer) if isinstance(inner, (dict, list))]:
+        depth += 1
+        if depth >= MAX_DEPTH:
+            raise SourceError(f"{what} is nested more than {MAX_DEPTH} levels deep", _DAMAGED)
+    return value
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
+
+
+def short_repr(value: object) -> str:
+    """Return the repr of a value, shortened for a message.
+
+    Args:
+        value: any value, such as one from a JSON file.
+    """
+    if not isinstance(value, str):
+        return reprlib.repr(value)
+    if len(value) > _MAX_SHOWN:
+        value = f"{value[:_MAX_SHOWN]}..."
+    return repr(value)
+
+
+# Entries of a directory that are looked at.
+_MOST = 10_000
+
+
+def similar_path(path: Path) -> Path | None:
+    """Return the path beside one that does not exist whose name is nearest: "models/Qwen3-8B" for "models/Qwen3-8b".
+
+    Args:
+        path: the path that does not exist.
+
+    Returns:
+        The other path, written as this one is; None if none is near, or the directory cannot be read.
+    """
+    try:
+        with os.scandir(path.parent) as entries:
+            names = {entry.name.lower(): entry.name for entry in islice(entries, _MOST)}
+    except (OSError, ValueError):
+        return None
+    for near in difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8):
+        return path.with_name(names[near])
+    return None

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError
-from .destination import existing_parent, require_space
-from .journal import (
+from .destination import (
     ELSEWHERE,
     FORMAT,
     LOCK,
@@ -38,15 +37,16 @@ from .journal import (
     WORK,
     Provenance,
     WeightFacts,
+    existing_parent,
     is_work,
     list_output,
     output_errors,
     read_journal,
+    require_space,
     short_name,
 )
-from .model_files import EVALUATION_FILES
+from .model_files import EVALUATION_FILES, open_regular
 from .model_files import JOURNAL_FILE as JOURNAL
-from .small_files import open_regular
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 _MOVE = "move it away, or choose another directory with -o"
@@ -82,7 +82,7 @@ class OutputContents:
         """Size of each file in bytes, by name; of shards only their tensors."""
         return {**self.others, **self.shards}
 
-    def needed(self, missing: Sequence[str], fetched: int) -> int:
+    def count_needed(self, missing: Sequence[str], fetched: int) -> int:
         """Return the bytes of disk that a run still needs, temporary files included.
 
         Args:
@@ -91,7 +91,9 @@ class OutputContents:
         """
         shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
         needed = sum(self.files[name] for name in missing if name not in self.shards)
-        return needed + sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
+        if not shards:
+            return needed
+        return needed + sum(shards[: self.at_once]) + max(0, self.scratch - fetched)
 
     def journal(self, sources: Mapping[str, object], done: bool) -> bytes:
         """Return the bytes of the run's journal.
@@ -281,7 +283,7 @@ class Claim:
         with output_errors(path / WORK, "removed"):
             _sweep(path)
 
-        needed, freed = self._needed(journal, found)
+        needed, freed = self._count_needed(journal, found)
         require_space([(path, needed)], freed)
         if journal and self._overwrite:
             _discard(path, journal, found)
@@ -347,7 +349,7 @@ class Claim:
         if not self._overwrite:
             self._elsewhere = self._find_elsewhere()
         if not exists:
-            return self.contents.needed([name for name in self.contents.files if name not in self._elsewhere], 0)
+            return self.contents.count_needed([name for name in self.contents.files if name not in self._elsewhere], 0)
 
         journal, found = self._read_earlier()
         begun = bool(self._elsewhere) or any(not is_work(name) for name in found)
@@ -355,7 +357,7 @@ class Claim:
             is_another = journal["digest"] != self.contents.digest if final else self._has_other_options(journal)
             if is_another:
                 raise _another_run(self._path)
-        needed, freed = self._needed(journal, found)
+        needed, freed = self._count_needed(journal, found)
         return max(0, needed - freed)
 
     def _has_other_options(self, journal: Mapping[str, Any]) -> bool:
@@ -424,7 +426,8 @@ class Claim:
         journal, found = self._read_earlier()
         if journal is None:
             # Another machine may have uploaded shards.
-            self._elsewhere = frozenset() if self._overwrite else self._find_elsewhere()
+            if not self._overwrite:
+                self._elsewhere = self._find_elsewhere()
             return None, found
 
         if not self._overwrite:
@@ -446,7 +449,7 @@ class Claim:
             raise OutputError(f"{self._path} holds {min(foreign)}, which this run did not write", _MOVE)
         return journal, found
 
-    def _needed(self, journal: dict[str, Any] | None, found: _Found) -> tuple[int, int]:
+    def _count_needed(self, journal: dict[str, Any] | None, found: _Found) -> tuple[int, int]:
         """Return the bytes of disk that are still needed, and the bytes that removing earlier files frees.
 
         Args:
@@ -460,7 +463,7 @@ class Claim:
 
         scratch = f"{WORK}/{SOURCE}"
         fetched = sum(status.st_blocks * 512 for name, status in found.items() if name.startswith(scratch))
-        return self.contents.needed(missing, fetched), sum(freed.values())
+        return self.contents.count_needed(missing, fetched), sum(freed.values())
 
     def _take_lock(self) -> None:
         with output_errors(self._path / LOCK):

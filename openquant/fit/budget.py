@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import PlanError, UsageError
-from ..files.small_files import short_repr
+from ..files.model_files import short_repr
 from ..formats.hardware import GPU, find_gpu, is_apple, nearest_gpus
 from ..options import Recipe, flags_of, nats, options_of, size
 from ..plan.plan import Plan

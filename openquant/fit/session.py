@@ -16,14 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..convert.conversion import COMPILED_MEMORY, worth_compiling
-from ..convert.devices import loops
+from ..convert.conversion import COMPILED_MEMORY, loops, worth_compiling
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
 from ..files.checkpoint import Fingerprint
 from ..files.destination import Destination, FileKind, taken_by
-from ..files.small_files import parse_json, read_small
+from ..files.model_files import parse_json, read_small
 from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read

@@ -37,7 +37,7 @@ from ..plan.serving import (
     find_cache,
     loaded_weights,
 )
-from ..registry.rules import is_head
+from ..registry.architecture import is_head
 from ..weights.find import with_tool_config
 from .budget import Budget, allowed_context, read_gpus
 from .result import Calibrated, FitTable, Held, SchemeFit, Target

@@ -9,7 +9,7 @@ schemes, names a Scheme is a Format that the user can ask for ("tensor", "int8")
 kernels        the scales and zero points of weights, weights to codes and back, with numpy; `compiled` does the same
                with numba, `reference` with torch
 quantization   reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ, GPTQ, auto-round and
-               Quark, and ignore lists
+               Quark
 hardware       on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name
 
 scheme = find_scheme("block")

@@ -1,10 +1,8 @@
-"""Configs of AutoAWQ, GPTQ, auto-round and Quark: the layouts that they stand for, and ignore lists.
+"""Configs of AutoAWQ, GPTQ, auto-round and Quark: the layouts that they stand for.
 
 The first three store integers in transposed words. A weight is (code - zero point of its group) * scale, as in
 compressed-tensors, which packs words along rows. A config may store some layers otherwise: GPTQ's `dynamic`,
 auto-round's `extra_config`. Quark's is read as vLLM reads it (layers/quantization/quark/quark.py).
-
-Ignore lists are matched as engines match them; the plan makes ours.
 
     read_gptq({"bits": 4, "group_size": 128, "sym": True}).title   # "one scale per 128 inputs of a row"
     layers, inputs = read_quark({"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}})
@@ -15,15 +13,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import re
-import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from ..errors import UsageError
+from ..patterns import MEND, language_model_names
 from .format import Columns, Format, GlobalScale, Group, Scale
 from .numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
 from .schemes import BLOCK_COMPRESSED, CHANNEL, INT8_W8A8, MXFP4, MXFP8, NVFP4, NVFP4_W4A4, TENSOR_COMPRESSED
@@ -92,7 +87,9 @@ def read_gptq(config: dict[str, Any]) -> Format:
     Raises:
         UsageError: openquant does not know this layout.
     """
-    stored = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+    stored = "format"
+    if config.get("checkpoint_format") is not None:
+        stored = "checkpoint_format"
     _require(config, stored, (*_ZERO_POINT_OFFSETS, None), "known are gptq and gptq_v2")
     _require(config, "pack_dtype", ("int32", "torch.int32", None), "known are words of 32 bits")
     _require(config, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
@@ -177,7 +174,9 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
         return read_gptq({**plain, "sym": config.get("sym", True), "checkpoint_format": layout})
 
     fmt = read_awq({key: config.get(key) for key in ("bits", "group_size")})
-    return fmt if config.get("sym") is False else replace(fmt, zero_point=None)
+    if config.get("sym") is False:
+        return fmt
+    return replace(fmt, zero_point=None)
 
 
 def _targets(name: str) -> tuple[str, ...]:
@@ -185,7 +184,9 @@ def _targets(name: str) -> tuple[str, ...]:
     if _SPECIAL & set(name):
         return (f"re:.*(?:{name})",)
     # The output head may be in the language model of a multimodal one.
-    return (name, rf"re:.*\.{name}$") if "." not in name else language_model_names(name)
+    if "." in name:
+        return language_model_names(name)
+    return (name, rf"re:.*\.{name}$")
 
 
 def _entries(config: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
@@ -222,184 +223,6 @@ def _group(size: object, number: Number) -> Group:
             f"config.json has the group_size {json.dumps(size)[:100]}", f"known are -1 and multiples of {number.run}"
         )
     return 1, size
-
-
-# Takes a name and a limit in seconds; whether the name matches, or TimeoutError.
-_Matcher = Callable[[str, float], bool]
-# Limits for the regular expressions of a list: their number, characters of each, and seconds for all names together.
-# Compiling may unroll counted repeats, so the product of their counts has a limit too.
-MAX_EXPRESSIONS = 1000
-MAX_LETTERS = 1000
-MAX_SECONDS = 5.0
-MAX_REPEATS = 1000
-MEND = "mend quantization_config, or save the model again"
-
-
-# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
-_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
-
-
-def language_model_names(name: str) -> tuple[str, ...]:
-    """Return a module's name, and the other name that it has if it is in the language model of a multimodal one.
-
-    transformers 5 calls such modules otherwise than some checkpoints do.
-
-    Args:
-        name: full name of a module, as a config has it.
-    """
-    for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
-        if name.startswith(first):
-            return name, second + name.removeprefix(first)
-    return (name,)
-
-
-class Expressions:
-    """The regular expressions of a list ("re:" and an expression). They match a name from its start.
-
-    Compiling and all calls of `find` together have a time limit, since a malicious config could have an expression that
-    backtracks forever.
-
-    Args:
-        entries: names and expressions; names are ignored.
-
-    Raises:
-        UsageError: an entry is no valid regular expression, the expressions are too many or too large, or compiling
-            them takes too long.
-    """
-
-    def __init__(self, entries: Iterable[str]) -> None:
-        self._seconds_left = MAX_SECONDS
-        self._matchers: dict[str, _Matcher] = {}
-        for entry in entries:
-            if entry.startswith("re:") and entry not in self._matchers:
-                begin = time.thread_time()
-                self._matchers[entry] = _compile(entry)
-                self._spend(begin)
-        if len(self._matchers) > MAX_EXPRESSIONS:
-            raise UsageError(f"config.json has {len(self._matchers)} regular expressions in one list", _TOO_MUCH)
-
-    def find(self, name: str) -> str | None:
-        """Return the first entry that matches a name; None if none does.
-
-        Raises:
-            UsageError: matching this name and those before it takes too long.
-        """
-        match = None
-        begin = time.thread_time()
-        for entry, matches in self._matchers.items():
-            try:
-                if matches(name, self._seconds_left):
-                    match = entry
-                    break
-            except TimeoutError:
-                raise UsageError(f"config.json: {_short_repr(entry)} takes too long to match", _TOO_MUCH) from None
-        self._spend(begin)
-        return match
-
-    def _spend(self, begin: float) -> None:
-        self._seconds_left -= time.thread_time() - begin
-        if self._seconds_left <= 0:
-            raise UsageError("config.json: its regular expressions take too long to match", _TOO_MUCH)
-
-
-def _compile(entry: str) -> _Matcher:
-    """Compile an expression. One that may backtrack long is compiled by the package `regex`, which has a timeout."""
-    text = entry[3:]
-    counts = [max(1, *(int(number or 1) for number in repeat)) for repeat in re.findall(r"{(\d*),?(\d*)}", text)]
-    if len(text) > MAX_LETTERS or prod(counts) > MAX_REPEATS:
-        raise UsageError(f"config.json: {_short_repr(entry)} is too large a regular expression", _TOO_MUCH)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Engines use `re`. It comes first since `regex` accepts expressions that `re` does not.
-            compiled = re.compile(text)
-            # Anything else takes at most time quadratic in the length of a name.
-            hard = re.search(r"[{}]|\)[*+]|\(\?|\\\d", text)
-            if not hard and len(re.findall(r"[*+]", text)) < 3 and text.count("?") < 3 and text.count("(") < 2:
-                return lambda name, _: compiled.match(name) is not None
-            # Imported here, since few configs need it.
-            import regex
-
-            try:
-                interruptible = regex.compile(text)
-            except regex.error as error:
-                raise re.error(str(error)) from None
-            return lambda name, seconds: interruptible.match(name, timeout=seconds) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"config.json: {_short_repr(entry)} is no regular expression: {error}", MEND) from None
-
-
-_TOO_MUCH = "list names, or fewer and simpler expressions"
-
-
-def _short_repr(entry: str) -> str:
-    """Return an entry for a message, shortened if it is long."""
-    return repr(entry if len(entry) <= 80 else f"{entry[:80]}...")
-
-
-class Ignored:
-    """An ignore list: the modules that a config names as not quantized.
-
-    Args:
-        key: the list's key in the config, such as "ignore".
-        entries: module names; for compressed-tensors also "re:" and a regular expression.
-        by_experts: whether one listed expert leaves all experts of its layer unquantized
-            (vLLM layers/quantization/utils/quant_utils.py:682-686). Regular expressions are not read then.
-
-    Raises:
-        UsageError: a regular expression is invalid or too large, or there are too many.
-    """
-
-    def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
-        self.key = key
-        self.entries = tuple(entries)
-        self._exact = {entry: entry for entry in self.entries}
-        self._expressions = Expressions(() if by_experts else self.entries)
-        self._experts = (
-            {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)} if by_experts else {}
-        )
-
-    def find(self, names: Iterable[str]) -> str | None:
-        """Return the entry that covers a module; None if none does.
-
-        Args:
-            names: all names by which engines look the module up.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
-        """
-        for name in names:
-            entry = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)
-            if entry is not None:
-                return entry
-        return None
-
-
-class IgnoredParts(Ignored):
-    """AutoAWQ's ignore list, whose entries match any part of a name (vLLM layers/quantization/auto_awq.py:294-299).
-
-    Args:
-        key: the list's key in the config.
-        entries: parts of module names.
-    """
-
-    def __init__(self, key: str, entries: Iterable[str]) -> None:
-        super().__init__(key, entries, by_experts=True)
-
-    def find(self, names: Iterable[str]) -> str | None:
-        """Return the entry that covers a module; None if none does.
-
-        Args:
-            names: all names by which engines look the module up.
-        """
-        lookup_names = tuple(names)
-        return next((entry for entry in self.entries if any(entry in name for name in lookup_names)), None)
-
-
-def _experts_of(name: str) -> str:
-    """Return the path of the routed experts to which a module belongs; "" if it is in none."""
-    path, separator, _ = f"{name}.".partition(".experts.")
-    return f"{path}.experts" if separator else ""
 
 
 _KNOWN = (
@@ -457,11 +280,15 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
     for pattern, layer in _object(config, "layer_quant_config").items():
         # The first pattern that matches counts, so a name after an expression must be one too.
         in_turn = named and named[-1][1].startswith("re:")
-        target = f"re:{fnmatch.translate(pattern)}" if in_turn or set(pattern) & set("*?[") else pattern
+        target = pattern
+        if in_turn or set(pattern) & set("*?["):
+            target = f"re:{fnmatch.translate(pattern)}"
         named.append((pattern, target, layer))
 
-    whole = "layer_type_quant_config" if "Linear" in of_types else "global_quant_config"
-    named.append((whole, "Linear", of_types.get("Linear", config.get("global_quant_config"))))
+    if "Linear" in of_types:
+        named.append(("layer_type_quant_config", "Linear", of_types["Linear"]))
+    else:
+        named.append(("global_quant_config", "Linear", config.get("global_quant_config")))
 
     layers: Layers = []
     inputs: Inputs = []
@@ -489,13 +316,17 @@ def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _parts(config: object) -> list[dict[str, Any]]:
     """Return the configs of the levels of scales: one, or two for NVFP4."""
-    parts: list[Any] = config if isinstance(config, list) else [config]
-    return parts if all(isinstance(part, dict) for part in parts) else []
+    parts: list[Any] = [config]
+    if isinstance(config, list):
+        parts = config
+    if not all(isinstance(part, dict) for part in parts):
+        return []
+    return parts
 
 
 def _quark_format(name: str, config: object, order: str) -> Format:
     parts = _parts(config)
-    weight = parts[0] if parts else {}
+    weight = next(iter(parts), {})
 
     dtype, scheme, size, axis = (weight.get(key) for key in ("dtype", "qscheme", "group_size", "ch_axis"))
     axes: tuple[int | None, ...] = (None, 0) if scheme == "per_channel" else (None, 1, -1)
@@ -511,9 +342,13 @@ def _quark_format(name: str, config: object, order: str) -> Format:
             fmt = _int4(weight, order)
         elif scheme == "per_block" and dtype == "fp8_e4m3":
             fmt = _blocks(weight)
-    elif len(parts) == 2 and (dtype, scheme, size) == ("fp4", "per_group", 16) and axis in axes:
-        second = parts[1].get("dtype"), parts[1].get("qscheme")
-        fmt = _NVFP4 if second == ("fp8_e4m3", "per_tensor") else None
+    elif (
+        len(parts) == 2
+        and (dtype, scheme, size) == ("fp4", "per_group", 16)
+        and axis in axes
+        and (parts[1].get("dtype"), parts[1].get("qscheme")) == ("fp8_e4m3", "per_tensor")
+    ):
+        fmt = _NVFP4
 
     if fmt is None:
         keys = ("dtype", "qscheme", "group_size", "symmetric", "scale_format", "is_dynamic", "ch_axis")
@@ -532,8 +367,11 @@ def _int4(weight: dict[str, Any], order: str) -> Format | None:
     if weight.get("symmetric") is not signed or weight.get("zero_point_type") not in (None, "int32"):
         return None
     # The bits of a negative int4 are 16 more, and zero points are 0.
-    columns = Columns(_ZEROS, order=_ORDERS[order], zero_point_offset=8 if signed else 0, signed=signed)
-    return Format(INT4, (1, size), Scale("weight_scale"), zero_point=None if signed else _ZEROS, columns=columns)
+    columns = Columns(_ZEROS, order=_ORDERS[order], zero_point_offset=8 * signed, signed=signed)
+    fmt = Format(INT4, (1, size), Scale("weight_scale"), zero_point=_ZEROS, columns=columns)
+    if signed:
+        return replace(fmt, zero_point=None)
+    return fmt
 
 
 def _blocks(weight: dict[str, Any]) -> Format | None:
@@ -562,11 +400,11 @@ def _inputs(config: object) -> Mapping[str, Any] | None:
         return inputs
 
     return {
-        "type": "int" if dtype == "int8" else "float",
+        "type": {"int8": "int"}.get(str(dtype), "float"),
         "num_bits": {"fp8_e4m3": 8, "int8": 8}.get(dtype, dtype),
         "strategy": _STRATEGIES.get(str(first.get("qscheme"))),
         "group_size": first.get("group_size"),
         "dynamic": bool(first.get("is_dynamic")),
         "symmetric": first.get("symmetric") is not False or dtype != "int8",
-        "scale_dtype": "torch.uint8" if first.get("scale_format") == "e8m0" else None,
+        "scale_dtype": {"e8m0": "torch.uint8"}.get(str(first.get("scale_format"))),
     }

@@ -180,9 +180,9 @@ def encode_stored(
 
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
-        _encode_integers(
-            *arguments, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero_point is None else zero_point
-        )
+        if zero_point is None:
+            zero_point = np.zeros_like(scale)
+        _encode_integers(*arguments, *_range(number)[:2], u32(middle), zero_point)
     elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
         _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
@@ -207,11 +207,15 @@ def decode_rows(
     if number in BITSANDBYTES:
         kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
         return
+
     rows, cols = out.shape
     height = group[0] or low + rows
     width = min(group[1] or cols, cols)
-    zero_point = np.zeros_like(scale) if zero_point is None else np.ascontiguousarray(zero_point)
+    if zero_point is None:
+        zero_point = np.zeros_like(scale)
+    zero_point = np.ascontiguousarray(zero_point)
     arguments = codes, scale, zero_point, height, width, low % height, out
+
     if number.normal:
         (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
     else:
@@ -229,8 +233,9 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
     Returns:
         The index of its byte in the flattened `codes`; None if no code is NaN.
     """
-    sound = number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F
-    return None if sound else kernels.first_unsound(codes, number)
+    if number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F:
+        return None
+    return kernels.first_unsound(codes, number)
 
 
 def best_scales(
@@ -251,15 +256,10 @@ def best_scales(
         The chosen scales, float32 [groups].
     """
     chosen = unclipped.copy()
-    _best(
-        bits,
-        *_kind(dtype),
-        unclipped,
-        scales,
-        *_range(number),
-        chosen,
-        _NONE if importance is None else np.array(importance.T, order="C"),
-    )
+    by_input = _NONE
+    if importance is not None:
+        by_input = np.array(importance.T, order="C")
+    _best(bits, *_kind(dtype), unclipped, scales, *_range(number), chosen, by_input)
     return chosen
 
 
@@ -275,7 +275,7 @@ def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
 
 def _kind(dtype: str) -> tuple[bool, Any]:
     """Return whether weights are float16, and by how many bits to shift theirs left to make a float32."""
-    return dtype == "F16", u32(16 if dtype == "BF16" else 0)
+    return dtype == "F16", u32({"BF16": 16}.get(dtype, 0))
 
 
 def _range(number: Number) -> tuple[Any, ...]:

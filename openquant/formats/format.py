@@ -20,13 +20,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..version import install_hint
 from .numbers import E2M1, E4M3, INT8, Codes, Floats, Number, nearest_bfloat16
 
@@ -83,6 +83,7 @@ class Scale:
     unit: float = 1.0
 
 
+@final
 @dataclass(frozen=True)
 class GlobalScale:
     """A scale above those of groups, shared by fused layers, which brings the scales of groups into the range of FP8.
@@ -99,9 +100,12 @@ class GlobalScale:
 
 
 def _global_scale_tensor(module: str, scale: GlobalScale | None) -> TensorInfo | None:
-    return None if scale is None else TensorInfo(f"{module}.{scale.name}", "F32", (1,) * scale.axes)
+    if scale is None:
+        return None
+    return TensorInfo(f"{module}.{scale.name}", "F32", (1,) * scale.axes)
 
 
+@final
 @dataclass(frozen=True)
 class Columns:
     """The layout of codes that are stored transposed, [in, out], as AutoAWQ and GPTQ do.
@@ -143,6 +147,7 @@ class Blocks:
 LARGEST_GLOBAL_SCALE = 2.0**125
 
 
+@final
 @dataclass(frozen=True)
 class Format:
     """How a weight is stored.
@@ -210,7 +215,7 @@ class Format:
         """Last part of the name of the stored activation scale; None without one."""
         if self.static:
             return INPUT_SCALE
-        return None if self.input_global_scale is None else self.input_global_scale.name
+        return self.input_global_scale and self.input_global_scale.name
 
     def scale_inputs(self, largest: float) -> float:
         """Compute the stored activation scale: `input_scale`, or `input_global_scale` where the format has one.
@@ -225,28 +230,39 @@ class Format:
         Returns:
             The scale; 1 if `largest` is 0, or so small or large that the scale would be subnormal or infinite.
         """
-        limit = E4M3.largest if self.input_global_scale is None else E4M3.largest * self.number.largest
+        limit = E4M3.largest
+        if self.input_global_scale:
+            limit *= self.number.largest
         scale = largest * 2 / limit
         if not 2.0**-126 <= scale < math.inf:
             scale = 1.0
-        return 1 / scale if self.input_global_scale is not None and self.input_global_scale.divides else scale
+        if self.input_global_scale and self.input_global_scale.divides:
+            return 1 / scale
+        return scale
 
     def shared_scale_name(self, module: str) -> str:
         """Return the name of a module's copy of the scale that fused layers share, if `shares_scale`."""
-        return f"{module}.{self.global_scale.name if self.global_scale else self.scale.name}"
+        return f"{module}.{(self.global_scale or self.scale).name}"
 
     @property
     def title(self) -> str:
         """What shares a scale, in the words of plans and cards: "one power-of-two scale per 128x128 block"."""
-        kind = "power-of-two scale" if self.scale.power_of_two else self._kind
+        kind = self._kind
+        if self.scale.power_of_two:
+            kind = "power-of-two scale"
+
         height, width = self.group
+        if height is None and self.static:
+            return f"one {kind} per tensor, static activations"
         if height is None:
-            return f"one {kind} per tensor{', static activations' if self.static else ''}"
+            return f"one {kind} per tensor"
         if width is None:
             return f"one {kind} per output row"
-        more = " and a global scale" if self.global_scale else ""
-        rows = f"one {kind} per {width} inputs of a row{more}"
-        return rows if height == 1 else f"one {kind} per {height}x{width} block"
+        if height > 1:
+            return f"one {kind} per {height}x{width} block"
+        if self.global_scale:
+            return f"one {kind} per {width} inputs of a row and a global scale"
+        return f"one {kind} per {width} inputs of a row"
 
     @property
     def label(self) -> str:
@@ -254,11 +270,15 @@ class Format:
         height, width = self.group
         if width is not None:
             return f"one {self._kind} per {height}x{width} block"
-        return "one scale per tensor" if height is None else f"one {self._kind} per channel"
+        if height is None:
+            return "one scale per tensor"
+        return f"one {self._kind} per channel"
 
     @property
     def _kind(self) -> str:
-        return "scale" if self.zero_point is None else "scale and zero point"
+        if self.zero_point is None:
+            return "scale"
+        return "scale and zero point"
 
     def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
         """Return the tensors of a weight: codes and scales, and where the format has them a global scale, zero points,
@@ -276,9 +296,10 @@ class Format:
         optional: list[TensorInfo | None] = [
             _global_scale_tensor(module, self.global_scale),
             self.zero_points(module, shape),
-            scale._replace(name=f"{module}.{INPUT_SCALE}") if self.static else None,
             _global_scale_tensor(module, self.input_global_scale),
         ]
+        if self.static:
+            optional.insert(2, scale._replace(name=f"{module}.{INPUT_SCALE}"))
         constants = (info for info, _ in self.constant_tensors(module, shape))
         return (codes, scale, *(info for info in optional if info is not None), *constants)
 
@@ -322,7 +343,9 @@ class Format:
         if shape[0] % height or shape[1] % width:
             return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
         run = self.number.run
-        words = f"words of {run}" if self.number.items(run) == 1 else f"{self.number.items(run)} words with {run}"
+        words = f"{self.number.items(run)} words with {run}"
+        if self.number.items(run) == 1:
+            words = f"words of {run}"
         if shape[1] % run:
             return f"rows of {shape[1]} do not divide into {words} codes"
         if self.zero_point is not None and shape[0] % run:
@@ -332,7 +355,9 @@ class Format:
     @property
     def height(self) -> int:
         """Number of rows that must be encoded together: they share a scale, or words of zero points."""
-        return self.number.run if self.zero_point is not None else self.group[0] or 1
+        if self.zero_point is not None:
+            return self.number.run
+        return self.group[0] or 1
 
     @property
     def indivisible(self) -> Group:
@@ -341,8 +366,11 @@ class Format:
         """
         height, width = self.group
         words = self.number.run
-        height = height if self.zero_point is None else self.height
-        return height, math.lcm(width or 1, words) if width is not None or words > 1 else None
+        if self.zero_point is not None:
+            height = self.height
+        if width is None and words == 1:
+            return height, None
+        return height, math.lcm(width or 1, words)
 
     def holds(self, other: Format) -> bool:
         """Return whether weights in another format can be stored in this one without quantizing them again.
@@ -360,7 +388,9 @@ class Format:
     @property
     def carry(self) -> int:
         """What is added to the bits of a float32 before its mantissa is cleared, to round it to a power of two."""
-        return 0x7FFFFF if self.scale.clip_limit is None else 0x800000
+        if self.scale.clip_limit is None:
+            return 0x7FFFFF
+        return 0x800000
 
     def choose_global_scale(self, largest: Floats) -> Floats:
         """Compute the global scale, by which the scales of groups are multiplied before they are stored in E4M3.
@@ -402,7 +432,8 @@ class Format:
             scale = ((scale.view(np.uint32) + np.uint32(self.carry)) & np.uint32(0xFF800000)).view(np.float32)
 
         if self.global_scale is not None:
-            global_scale = self.choose_global_scale(absmax.max(keepdims=True)) if global_scale is None else global_scale
+            if global_scale is None:
+                global_scale = self.choose_global_scale(absmax.max(keepdims=True))
             scale = scale * global_scale
 
         scale = np.maximum(scale, np.float32(self.scale.floor))
@@ -413,7 +444,9 @@ class Format:
 
         scale = np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
 
-        return scale if global_scale is None or self.global_scale is None else scale / global_scale
+        if global_scale is None or self.global_scale is None:
+            return scale
+        return scale / global_scale
 
     def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
         """Compute the scale and zero point of each group from its range, extended to include zero.
@@ -455,7 +488,9 @@ class Format:
             return nearest_bfloat16(scale).astype(np.uint16)
         if self.scale.dtype == "F16":
             return scale.astype(np.float16).view(np.uint16)
-        return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale.dtype == "U8" else scale
+        if self.scale.dtype == "U8":
+            return (scale.view(np.uint32) >> 23).astype(np.uint8)
+        return scale
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
@@ -465,7 +500,9 @@ class Format:
         if self.scale.dtype == "F8_E4M3":
             return (self.scale.dtype,)
         floats = (self.scale.dtype, *(name for name in FLOATS if name != self.scale.dtype))
-        return (*floats, *(EXPONENTS if self.scale.power_of_two else ()))
+        if self.scale.power_of_two:
+            return (*floats, *EXPONENTS)
+        return floats
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a weight [..., out, in] may have in checkpoints of other tools."""
@@ -474,7 +511,9 @@ class Format:
             # A group at the edge may be smaller.
             return ((*stack, *grid_of(self.group, (rows, cols))),)
         # One for each expert of a stack, or for each half of gate and up side by side.
-        return ((*stack, 1, 1), (*stack, 2, 1)) if stack else ((), (1,))
+        if stack:
+            return ((*stack, 1, 1), (*stack, 2, 1))
+        return ((), (1,))
 
 
 KNOWN = (
@@ -483,6 +522,7 @@ KNOWN = (
 )
 
 
+@final
 @dataclass(frozen=True)
 class ActivationQuantization:
     """How the inputs of a layer are quantized.
@@ -509,7 +549,9 @@ class ActivationQuantization:
             scale: the stored `input_scale`. With a global scale: `input_global_scale`, by which the scales of groups
                 are multiplied before they are rounded to E4M3.
         """
-        return E4M3.largest * self.number.largest / scale if self.has_global_scale else scale * self.number.largest
+        if self.has_global_scale:
+            return E4M3.largest * self.number.largest / scale
+        return scale * self.number.largest
 
 
 _NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): INT8}
@@ -546,7 +588,7 @@ def read_activation_quantization(activations: Mapping[str, Any] | None) -> Activ
             groups["group"] = (1, size)
 
     strategy = activations.get("strategy")
-    group = groups.get(strategy) if isinstance(strategy, str) else None
+    group = groups.get(str(strategy))
 
     if number is None or group is None or activations.get("symmetric") is False:
         text = json.dumps(activations)

@@ -234,11 +234,12 @@ def arithmetic_on(engine: str, layers: Iterable[tuple[str, bool]]) -> dict[str, 
 
         numbers = " and ".join(dict.fromkeys(kernel.arithmetic for kernel in present))
         needs = " and ".join(dict.fromkeys(kernel.needs for kernel in present if kernel.needs))
-        key = f"{numbers} with {needs}" if needs else numbers
-        places.setdefault(key, []).append(hardware)
+        if needs:
+            numbers += f" with {needs}"
+        places.setdefault(numbers, []).append(hardware)
 
         if any(kernel.in_hardware for kernel in present):
-            in_hardware.add(key)
+            in_hardware.add(numbers)
 
     return {key: places[key] for key in sorted(places, key=lambda key: key not in in_hardware)}
 
@@ -254,7 +255,7 @@ def schemes_on(engines: Iterable[str], hardware: str, experts: bool = False) -> 
     Returns:
         Names of schemes, as in SCHEMES; none if one of the engines computes nothing there.
     """
-    kinds = (False, True) if experts else (False,)
+    kinds = {False, experts}
     wanted = tuple(engines)
     return tuple(
         name
@@ -350,7 +351,9 @@ def find_gpu(name: str) -> GPU | None:
     Returns:
         The GPU; None if none has this name.
     """
-    return _BY_KEY.get(_key(name)) if len(name) <= LONGEST else None
+    if len(name) > LONGEST:
+        return None
+    return _BY_KEY.get(_key(name))
 
 
 def nearest_gpus(name: str) -> tuple[str, ...]:

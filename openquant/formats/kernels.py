@@ -173,7 +173,9 @@ def scale_values(stored: Codes, dtype: str) -> Floats:
     if dtype == "F64":
         with np.errstate(over="ignore"):
             return stored.view(np.float64).astype(np.float32)
-    return E4M3.decode(stored) if dtype == "F8_E4M3" else np.take(_exponent_values(), stored, mode="clip")
+    if dtype == "F8_E4M3":
+        return E4M3.decode(stored)
+    return np.take(_exponent_values(), stored, mode="clip")
 
 
 @cache
@@ -300,8 +302,12 @@ def encode(
     # Tables need a multiple of the scale that is a bfloat16: the group's largest weight, from which the scale was made
     # (not where fused layers mix dtypes), or a power of two times the scale. Only the latter will do where weights may
     # be larger than the one from which the scale was made.
-    multiples = (number.span, _beyond(number)) if number.span == number.largest else (_beyond(number),)
-    for multiple in multiples if dtype == "BF16" and global_scale is None else ():
+    multiples = [_beyond(number)]
+    if number.span == number.largest:
+        multiples.insert(0, number.span)
+    if dtype != "BF16" or global_scale is not None:
+        multiples = []
+    for multiple in multiples:
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
 
@@ -637,8 +643,10 @@ def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex
         return values
     byte = np.arange(256)
     pair = [values[byte & 15], values[byte >> 4]]
+    if number.high_first:
+        pair.reverse()
     # numpy looks up a pair of float32 in one step if it is a complex number.
-    return np.stack(pair[::-1] if number.high_first else pair, axis=1).view(np.complex64).reshape(256)
+    return np.stack(pair, axis=1).view(np.complex64).reshape(256)
 
 
 @cache
@@ -721,7 +729,9 @@ def _encode_by_arithmetic(
 
 def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
     """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
-    return grid if width is None else np.repeat(grid, width, axis=1)
+    if width is None:
+        return grid
+    return np.repeat(grid, width, axis=1)
 
 
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small
@@ -797,7 +807,9 @@ def choose_shared_scale(fmt: Format, absmax: Floats) -> Floats:
         float32 of the same shape: the per-tensor scale, with weight = code value * scale; or the global scale, by which
         the scales of groups are multiplied before they are stored.
     """
-    return fmt.scales(absmax) if fmt.shared else fmt.choose_global_scale(absmax)
+    if fmt.shared:
+        return fmt.scales(absmax)
+    return fmt.choose_global_scale(absmax)
 
 
 def _search(
@@ -815,9 +827,12 @@ def _search(
     step = max(1, GROUPS // absmax.shape[1])
     scale = np.empty(absmax.shape, np.float32)
 
-    weighting = () if importance is None else (_relative_importance(importance, width),)
+    weighting: tuple[Floats, ...] = ()
+    if importance is not None:
+        weighting = (_relative_importance(importance, width),)
     # Groups are a single axis below, so the global scale must not have two.
-    global_scale = None if global_scale is None else global_scale.reshape(1)
+    if global_scale is not None:
+        global_scale = global_scale.reshape(1)
 
     for low in range(0, len(bits), step):
         groups = bits[low : low + step].reshape(-1, width)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..files.tensors import DTYPE_BITS
+from ..files.shardfile import DTYPE_BITS
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -94,7 +94,9 @@ class Number(ABC):
     def row_error(self, items: int) -> str | None:
         """Return why rows of some elements are not read; None if they are whole runs, such as 5 words with 32 codes."""
         words = self.items(self.run)
-        return f"its rows are not whole sets of {words} words with {self.run} codes" if items % words else None
+        if items % words == 0:
+            return None
+        return f"its rows are not whole sets of {words} words with {self.run} codes"
 
     @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
@@ -463,7 +465,11 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
 
     unsigned = np.dtype(f"u{layout.nbytes}")
     sign = 1 << (8 * layout.nbytes - 1)
-    mask = unsigned.type(sign - 1 if layout.has_sign else 2 * sign - 1)
+    mask = unsigned.type(2 * sign - 1)
+    largest = layout.largest
+    if layout.has_sign:
+        mask = unsigned.type(sign - 1)
+        largest |= sign
 
     count = NonFinite()
     for low in range(0, data.size, PIECE * layout.nbytes):
@@ -472,9 +478,11 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
 
         # Compare the largest of both signs first, which are nearly always finite: twice as fast as clearing the signs.
         positive = layout.has_sign and int(part.view(f"i{layout.nbytes}").max()) > layout.largest
-        if positive or int(elements.max()) > (layout.largest | sign if layout.has_sign else layout.largest):
+        if positive or int(elements.max()) > largest:
             above = (elements & mask)[(elements & mask) > layout.largest]
-            infinite = int(np.count_nonzero(above == layout.largest + 1)) if layout.has_infinity else 0
+            infinite = 0
+            if layout.has_infinity:
+                infinite = int(np.count_nonzero(above == layout.largest + 1))
             count += NonFinite(len(above) - infinite, infinite)
 
     return count
@@ -591,4 +599,6 @@ def scale_for(largest: float) -> float:
     Args:
         largest: largest absolute key or value; the scale is 1 if it is 0.
     """
-    return 1.0 if largest <= 0 else 2.0 ** math.ceil(math.log2(max(2.0**-64, largest / E4M3.largest)))
+    if largest <= 0:
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(max(2.0**-64, largest / E4M3.largest)))

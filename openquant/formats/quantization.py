@@ -25,18 +25,8 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .awq_gptq import (
-    MEND,
-    Expressions,
-    Groups,
-    Ignored,
-    IgnoredParts,
-    language_model_names,
-    read_auto_round_groups,
-    read_awq,
-    read_gptq_groups,
-    read_quark,
-)
+from ..patterns import MEND, Expressions, Ignored, IgnoredParts, language_model_names
+from .awq_gptq import Groups, read_auto_round_groups, read_awq, read_gptq_groups, read_quark
 from .format import INPUT_SCALE, ActivationQuantization, Format, GlobalScale, Group, Scale, read_activation_quantization
 from .numbers import BITSANDBYTES, INT8
 from .schemes import (
@@ -123,43 +113,45 @@ class Quantization:
         )
 
     def format_of(self, module: str) -> Format | None:
-        """Return the format of a quantized module; None if it is no group's target. The ignore list is not considered.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
-        """
+        """Return the format of a quantized module; None if it is no group's target, whatever the ignore list says."""
         index = self._group_of(module)
-        return None if index is None else self.groups[index][1]
+        if index is None:
+            return None
+        return self.groups[index][1]
 
     def inputs_of(self, module: str) -> ActivationQuantization | None:
         """Return how the activations of a quantized module are quantized; None if they are not.
 
         Raises:
-            UsageError: openquant does not know this way of quantizing activations, or matching takes too long.
+            UsageError: openquant does not know this way of quantizing activations.
         """
         index = self._group_of(module)
-        return None if index is None else read_activation_quantization(self.inputs[index])
+        if index is None:
+            return None
+        return read_activation_quantization(self.inputs[index])
 
     def names(self, module: str) -> Format | None:
-        """Return the format of the group that names a module; None if groups only name its class, or nothing of it.
-
-        Raises:
-            UsageError: matching regular expressions takes too long.
-        """
+        """Return the format of the group that names a module; None if groups only name its class, or nothing of it."""
         index = self._naming_group(module)
-        return None if index is None else self.groups[index][1]
+        if index is None:
+            return None
+        return self.groups[index][1]
 
     def _group_of(self, module: str) -> int | None:
         """Return the index of a module's group, which names the module or its class."""
         index = self._naming_group(module)
-        return self._group_by_target.get("Linear") if index is None else index
+        if index is None:
+            return self._group_by_target.get("Linear")
+        return index
 
     def _naming_group(self, module: str) -> int | None:
         index = self._group_by_target.get(module)
         while index is None and self.by_parent and module:
             module = module.rpartition(".")[0]
             index = self._group_by_target.get(module)
-        return self._group_by_target.get(self.expressions.find(module) or "") if index is None else index
+        if index is None:
+            return self._group_by_target.get(self.expressions.find(module) or "")
+        return index
 
     @cached_property
     def _group_by_target(self) -> dict[str, int]:
@@ -226,10 +218,9 @@ def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], st
         Pairs of a dictionary, `config` itself or its "text_config", and the key in it under which the settings lie:
         "quantization_config" or "compression_config". The value there is not null, but need not be an object.
     """
-    text = config.get("text_config")
     return [
         (place, key)
-        for place in (config, text if isinstance(text, dict) else {})
+        for place in (config, _inner(config, "text_config"))
         for key in ("quantization_config", "compression_config")
         if place.get(key) is not None
     ]
@@ -251,7 +242,13 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
             )
         block = size[0], size[1]
 
-    fmt = BLOCK.format if block else TENSOR.format
+    fmt = TENSOR.format
+    inputs: dict[str, Any] = {**_FP8, "strategy": "tensor"}
+    if block:
+        # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
+        # all (layers/quantization/fp8.py:262-282), which is the finer.
+        fmt = BLOCK.format
+        inputs = {**_FP8, "strategy": "group", "group_size": block[0]}
     scale = replace(fmt.scale, power_of_two=settings.get("scale_fmt") == "ue8m0")
     fmt = replace(fmt, group=block or fmt.group, scale=scale, static=activations == "static")
 
@@ -268,9 +265,6 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
 
     ignored = Ignored(key, lists[key], by_experts=True)
 
-    # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
-    # all (layers/quantization/fp8.py:262-282), which is the finer.
-    inputs = {**_FP8, "strategy": "group", "group_size": block[0]} if block else {**_FP8, "strategy": "tensor"}
     inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
 
     return Quantization(
@@ -290,9 +284,10 @@ def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantizat
     groups = []
     inputs = []
 
-    config_groups = settings.get("config_groups")
-    for name, group in (config_groups if isinstance(config_groups, dict) else {}).items():
-        parts = [group.get(key) or {} for key in ("weights", "input_activations")] if isinstance(group, dict) else []
+    for name, group in _inner(settings, "config_groups").items():
+        parts = []
+        if isinstance(group, dict):
+            parts = [group.get(key) or {} for key in ("weights", "input_activations")]
         if not parts or not all(isinstance(part, dict) for part in parts):
             raise UsageError(f"config.json: {name} is not a config group", MEND)
         weights, activations = parts
@@ -301,7 +296,7 @@ def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantizat
         groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, activations)))
         inputs.append(activations or None)
 
-    if not groups and (config_groups or not settings.get("kv_cache_scheme")):
+    if not groups and (settings.get("config_groups") or not settings.get("kv_cache_scheme")):
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
 
     ignored = Ignored("ignore", _names(settings, "ignore"), by_experts=False)
@@ -331,8 +326,10 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
 
     asymmetric = not weights.get("symmetric", True)
 
-    if kind == ("float", 8) and strategy in ("tensor", "channel") and not asymmetric:
-        return replace((TENSOR_COMPRESSED if strategy == "tensor" else CHANNEL).format, static=static)
+    if kind == ("float", 8) and strategy == "tensor" and not asymmetric:
+        return replace(TENSOR_COMPRESSED.format, static=static)
+    if kind == ("float", 8) and strategy == "channel" and not asymmetric:
+        return replace(CHANNEL.format, static=static)
 
     if kind == ("float", 8) and strategy == "block" and not asymmetric:
         block = weights.get("block_structure")
@@ -340,10 +337,15 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
             raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", MEND)
         return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), static=static)
 
-    if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
-        return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
+    in_mx_groups = strategy == "group" and size == MX_GROUP and in_bytes
+    if in_mx_groups and kind == ("float", 8):
+        return replace(MXFP8.format, static=static)
+    if in_mx_groups and kind == ("float", 4):
+        return replace(MXFP4.format, static=static)
     if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
-        return (NVFP4_W4A4 if activations.get("dynamic") == "local" else NVFP4).format
+        if activations.get("dynamic") == "local":
+            return NVFP4_W4A4.format
+        return NVFP4.format
 
     forms = [fmt for key, fmt in _INTEGERS if key in ((*kind, stored), (*kind, None))]
 
@@ -351,16 +353,17 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
     if forms and (not asymmetric or (forms[0].number.packed and strategy != "tensor")):
         # Groups must fill their words, since the packed tensor tells the length of rows.
         is_whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.run == 0
-        groups: list[tuple[str, Group]] = [("channel", (1, None)), ("tensor", (None, None))]
-        groups += [("group", (1, size))] if is_whole else []
-        group = dict(groups).get(str(strategy))
-        if group is not None:
-            return replace(forms[0], group=group, static=static, zero_point=ZERO_POINT if asymmetric else None)
+        groups: dict[str, Group] = {"channel": (1, None), "tensor": (None, None)}
+        if is_whole:
+            groups["group"] = (1, size)
+        if group := groups.get(str(strategy)):
+            zero_point = ZERO_POINT if asymmetric else None
+            return replace(forms[0], group=group, static=static, zero_point=zero_point)
 
-    raise UsageError(
-        f"config.json: {name} stores {'asymmetric ' if asymmetric else ''}{kind[0]}{kind[1]} weights by {strategy}",
-        _KNOWN_GROUPS,
-    )
+    weights_kind = f"{kind[0]}{kind[1]} weights"
+    if asymmetric:
+        weights_kind = f"asymmetric {weights_kind}"
+    raise UsageError(f"config.json: {name} stores {weights_kind} by {strategy}", _KNOWN_GROUPS)
 
 
 # Its weight_scale_2 is the reciprocal of other tools' weight_global_scale (vLLM layers/quantization/modelopt.py).
@@ -386,8 +389,7 @@ _MIXED_PRECISION = "MIXED_PRECISION"
 
 def _read_modelopt(method: str, settings: dict[str, Any]) -> Quantization:
     # hf_quant_config.json has one level more.
-    inner = settings.get("quantization")
-    settings = inner if isinstance(inner, dict) else settings
+    settings = _inner(settings, "quantization") or settings
     if str(settings.get("quant_algo")).upper() == _MIXED_PRECISION:
         return _read_mixed_precision(method, settings)
     fmt, inputs = _modelopt_format(settings, "config.json has")
@@ -423,7 +425,8 @@ def _read_mixed_precision(method: str, settings: dict[str, Any]) -> Quantization
 def _modelopt_format(settings: dict[str, Any], subject: str) -> tuple[Format, Mapping[str, Any] | None]:
     """Return the format of weights, and how activations are quantized, of a `quant_algo`; `subject` begins errors."""
     algorithm = str(settings.get("quant_algo", "")).upper()
-    algorithm = "FP8_PB_WO" if algorithm == _BLOCK_SCALES else algorithm
+    if algorithm == _BLOCK_SCALES:
+        algorithm = "FP8_PB_WO"
 
     if algorithm not in _MODELOPT:
         raise UsageError(
@@ -437,7 +440,11 @@ def _modelopt_format(settings: dict[str, Any], subject: str) -> tuple[Format, Ma
         return replace(fmt, group=(size, size)), inputs
 
     if (algorithm == "FP8_PB_WO" or fmt.global_scale is not None) and size != fmt.group[1]:
-        kind, known = ("NVFP4", "16") if fmt.global_scale else (algorithm, f"a number from 1 to {MAX_SIDE}")
+        kind = algorithm
+        known = f"a number from 1 to {MAX_SIDE}"
+        if fmt.global_scale:
+            kind = "NVFP4"
+            known = "16"
         raise UsageError(f"{subject} {kind} with the group_size {json.dumps(size)}", f"known is {known}")
 
     return fmt, inputs
@@ -522,7 +529,7 @@ def _names(settings: dict[str, Any], key: str) -> list[str]:
 
 
 def _without_lists(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if key in IGNORE_KEYS else value for key, value in settings.items()}
+    return {**settings, **{key: None for key in IGNORE_KEYS if key in settings}}
 
 
 # bitsandbytes nn/modules.py:593 (4 bits) and :1095 (8 bits). The number of weights that share an absmax is in each
@@ -598,14 +605,16 @@ def read_torchao(config: dict[str, Any]) -> tuple[Format, Mapping[str, Any] | No
         raise UsageError(f"config.json has torchao's {kind} with {json.dumps(data)[:200]}", _KNOWN)
 
     fmt, strategy = found
-    inputs = {"type": "float", "num_bits": 8, "strategy": strategy, "dynamic": True}
-    return fmt, inputs if _CLASSES[kind] else None
+    if not _CLASSES[kind]:
+        return fmt, None
+    return fmt, {"type": "float", "num_bits": 8, "strategy": strategy, "dynamic": True}
 
 
 def _inner(value: Any, key: str) -> dict[str, Any]:
     """Return the object under a key; {} if there is none."""
-    inner = value.get(key) if isinstance(value, dict) else None
-    return inner if isinstance(inner, dict) else {}
+    if not isinstance(value, dict) or not isinstance(value.get(key), dict):
+        return {}
+    return dict(value[key])
 
 
 # By key, the allowed values; None for keys that may have any value or are checked elsewhere.
@@ -712,8 +721,10 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
     """Yield each dictionary of a config: its path, itself, and the values that its keys may have."""
     if settings.get("quant_method") == "fp8":
         # For one scale per tensor we write a value that makes transformers refuse the checkpoint.
-        refusal = () if settings.get("weight_block_size") else (TRANSFORMERS_REFUSAL,)
-        yield (), settings, {**_FP8_KEYS, "scale_fmt": (None, "float", "ue8m0", *refusal)}
+        formats = [None, "float", "ue8m0"]
+        if not settings.get("weight_block_size"):
+            formats.append(TRANSFORMERS_REFUSAL)
+        yield (), settings, {**_FP8_KEYS, "scale_fmt": tuple(formats)}
         return
 
     yield (), settings, _COMPRESSED
@@ -723,7 +734,9 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
         yield path, group, _GROUP
 
         weights = group["weights"]
-        of_weights = _INTEGER_KEYS if weights.get("type") == "int" else _WEIGHT_KEYS
+        of_weights = _WEIGHT_KEYS
+        if weights.get("type") == "int":
+            of_weights = _INTEGER_KEYS
         for key, allowed in (("weights", of_weights), ("input_activations", _activations(weights))):
             if isinstance(group.get(key), dict):
                 # Activations must have the type of the weights.
@@ -736,9 +749,12 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
 
 def _activations(weights: Mapping[str, Any]) -> _Allowed:
     """Return the allowed settings of activations: as many bits as the weights or more."""
-    bits = (8, 4) if weights.get("num_bits") == 4 else (8,)
-    local = ("local",) if weights.get("strategy") == "tensor_group" else ()
-    return {**_ARGUMENTS, "num_bits": bits, "dynamic": (False, True, *local)}
+    allowed: dict[str, tuple[Any, ...] | None] = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True)}
+    if weights.get("num_bits") == 4:
+        allowed["num_bits"] = (8, 4)
+    if weights.get("strategy") == "tensor_group":
+        allowed["dynamic"] = (False, True, "local")
+    return allowed
 
 
 def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -747,8 +763,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
     if cache is not None and not isinstance(cache, dict):
         yield f"kv_cache_scheme is {setting_repr(cache)}, engines read null or an object"
 
-    groups = settings.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
+    for name, group in _inner(settings, "config_groups").items():
         path = f"config_groups.{name}"
         format = group.get("format")
         if format is None:
@@ -766,25 +781,30 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
             if kind == "int" and format in _WITH_ACTIVATIONS:
                 yield f"{path} has no input_activations, engines read that for pack-quantized weights"
             continue
-        dynamic = activations.get("dynamic") is True
-        strategies = _DYNAMIC[kind] if dynamic else ("tensor",)
 
+        strategies: tuple[str, ...] = ("tensor",)
+        timing = "static"
+        if activations.get("dynamic") is True:
+            strategies = _DYNAMIC[kind]
+            timing = "dynamic"
         # NVFP4 has dynamic scales of groups under a static global scale.
         if grouped == "tensor_group":
             strategies = (grouped,)
-            dynamic = activations.get("dynamic") == "local"
+            timing = {"local": "dynamic"}.get(str(activations.get("dynamic")), "static")
 
         if not _is_one_of(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {setting_repr(activations.get('strategy'))}, engines read "
-                f"{_join_or(strategies)} for {'dynamic' if dynamic else 'static'} activations"
+                f"{_join_or(strategies)} for {timing} activations"
             )
 
 
 def setting_repr(value: Any) -> str:
     """Return `value`, anything that config.json may hold, as JSON for a message, shortened if it is long."""
     text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    if len(text) > 200:
+        return f"{text[:200]}..."
+    return text
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

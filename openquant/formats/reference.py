@@ -57,15 +57,20 @@ def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = No
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
     if format.global_scale is not None:
-        global_scale = group_global_scale(absmax.amax(keepdim=True), format) if global_scale is None else global_scale
+        if global_scale is None:
+            global_scale = group_global_scale(absmax.amax(keepdim=True), format)
         scale = scale * global_scale
     scale = scale.clamp(min=format.scale.floor)
+
+    # As it is stored.
     if format.scale.dtype == "BF16":
         scale = scale.bfloat16().float()
     if format.scale.dtype == "F8_E4M3":
         scale = scale.clamp(max=448).to(torch.float8_e4m3fn).float()
     scale = torch.where(absmax == 0, torch.full_like(scale, format.scale.of_zeros), scale)
-    return scale if global_scale is None else scale / global_scale
+    if global_scale is None:
+        return scale
+    return scale / global_scale
 
 
 def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_scale: Tensor | None = None) -> Tensor:
@@ -88,7 +93,9 @@ def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_s
         return (scale * global_scale).to(torch.float8_e4m3fn)
     if format.scale.dtype == "BF16":
         return scale.bfloat16()
-    return (scale.view(torch.int32) >> 23).to(torch.uint8) if format.scale.dtype == "U8" else scale
+    if format.scale.dtype == "U8":
+        return (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return scale
 
 
 def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -131,7 +138,9 @@ def choose_unsearched_scales(
     """
     if format.zero_point is not None:
         return group_ranges(weight, format)
-    return group_scale(group_absmax(weight, format.group) if absmax is None else absmax, format, global_scale), None
+    if absmax is None:
+        absmax = group_absmax(weight, format.group)
+    return group_scale(absmax, format, global_scale), None
 
 
 def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
@@ -156,7 +165,9 @@ def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | N
     largest = format.number.largest
     quotient = quotient.clamp(-largest, largest).reshape(weight.shape)
     number = format.number
-    return _WRITTEN[number](quotient) if number in _WRITTEN else _write_words(quotient, number)
+    if number in _WRITTEN:
+        return _WRITTEN[number](quotient)
+    return _write_words(quotient, number)
 
 
 def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:

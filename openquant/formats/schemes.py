@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, final
 
 from ..errors import UsageError
 from ..version import CITED, VLLM
@@ -18,6 +18,7 @@ from .numbers import E2M1, E4M3, INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT8_
 MIXED_FORMAT = "mixed-precision"
 
 
+@final
 @dataclass(frozen=True)
 class Scheme:
     """One way to store quantized layers.
@@ -83,7 +84,9 @@ class Scheme:
         """What the model card says of activations: ", dynamic activations"; "" if the scheme's title says it."""
         if self.format.static:
             return ""
-        return ", dynamic activations" if self.rounds_activations else ", activations as they are"
+        if self.rounds_activations:
+            return ", dynamic activations"
+        return ", activations as they are"
 
     @property
     def rounds_activations(self) -> bool:
@@ -96,19 +99,24 @@ class Scheme:
         Args:
             absmax: largest absolute activation that a calibration met; None without one.
         """
-        value = self.default_input_global_scale if absmax is None else self.format.scale_inputs(absmax)
-        assert value is not None
-        return value
+        if absmax is not None:
+            return self.format.scale_inputs(absmax)
+        assert self.default_input_global_scale is not None
+        return self.default_input_global_scale
 
     @property
     def scale_format(self) -> str:
         """The value of --scale-format: "float" or "ue8m0"."""
-        return "ue8m0" if self.format.scale.power_of_two else "float"
+        if self.format.scale.power_of_two:
+            return "ue8m0"
+        return "float"
 
     @property
     def largest(self) -> float:
         """The largest absolute weight that engines can load."""
-        return self.format.number.largest_weight if self.max_weight is None else self.max_weight
+        if self.max_weight is None:
+            return self.format.number.largest_weight
+        return self.max_weight
 
     @property
     def asymmetric(self) -> bool:
@@ -134,12 +142,11 @@ class Scheme:
         if targets:
             by_scheme = {self: [*self.group["targets"], *targets.get(self, ())]}
             by_scheme |= {scheme: list(names) for scheme, names in targets.items() if scheme != self}
-            same_format = len({scheme.settings["format"] for scheme in by_scheme}) == 1
-            groups = [
-                {**scheme.group, "targets": names} | ({} if same_format else {"format": scheme.settings["format"]})
-                for scheme, names in by_scheme.items()
-            ]
-            config["format"] = self.settings["format"] if same_format else MIXED_FORMAT
+            groups = [{**scheme.group, "targets": names} for scheme, names in by_scheme.items()]
+            formats = [scheme.settings["format"] for scheme in by_scheme]
+            if len({*formats}) > 1:
+                groups = [{**group, "format": name} for group, name in zip(groups, formats, strict=True)]
+                config["format"] = MIXED_FORMAT
             config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
         return config
 

@@ -5,10 +5,8 @@
     opened.checkpoint.tensors    # "model.embed_tokens.weight": BF16 [49152, 576], which a Reader decodes by rows
 
 Modules:
-    config          config.json from metadata, and what llama.cpp writes for each architecture
-    names           the tensors that a model of transformers has, and where a GGUF file has them
-    tokenizer       tokenizer files from metadata
-    source          all of this for a file: `open_gguf`
+    names           the tensors that a model of transformers has, and where a GGUF file has them; tokenizer files
+    source          config.json from metadata, and all of this for a file: `open_gguf`
 
 Headers are read by files/gguf.py, and blocks decoded by the types of formats/format.py. Names and decoders come from
 the package gguf, classes and tokenizers from transformers.

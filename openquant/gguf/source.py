@@ -1,34 +1,38 @@
-"""Opens GGUF files as a checkpoint."""
+"""Opens GGUF files as a checkpoint, and writes config.json from their metadata.
+
+What llama.cpp's converter writes for each architecture (convert_hf_to_gguf.py) is here as far as config.json needs it.
+Names of tensors are not: the package gguf maps them. Metadata keys that are not here stop the reading, since a
+config.json without what they say could be wrong.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import read_config, readable
 from ..files.gguf import GgufHeader, GgufTensor, read_gguf_header
-from ..files.model_files import SINGLE_FILE
-from ..files.shardfile import SourceFile
-from ..files.small_files import MAX_SMALL, short_repr
-from ..files.tensors import DAMAGED, Location, TensorInfo
+from ..files.model_files import MAX_SMALL, SINGLE_FILE, short_repr
+from ..files.shardfile import DAMAGED, MAX_TENSORS, Location, SourceFile, TensorInfo
 from ..formats.format import Blocks, GgmlType, decode_blocks, ggml_types
 from ..formats.numbers import Floats
 from ..weights.find import GgufCheckpoint, gguf_weight
 from ..weights.weight import Weight
-from .config import find_gguf_architecture, gguf_config
 
 if TYPE_CHECKING:
     from .names import PlacedTensor
+
 
 SUFFIX = ".gguf"
 # Bytes that the tensors of an output shard take in bfloat16.
@@ -72,8 +76,7 @@ def open_gguf(path: Path) -> OpenedGguf:
     name = path.name
     architecture, entry = find_gguf_architecture(metadata, name)
     # torch and transformers take seconds to load, so all else is checked before.
-    from .names import ROPE_FACTORS, model_tensors, place_tensors
-    from .tokenizer import errors_only, write_tokenizer
+    from .names import ROPE_FACTORS, errors_only, model_tensors, place_tensors, write_tokenizer
 
     rope = tensors.get(ROPE_FACTORS)
     factors = None if rope is None else _read_vector(files[owners[rope.name]], rope, types[rope.type_id])
@@ -102,7 +105,9 @@ def open_gguf(path: Path) -> OpenedGguf:
 def _link_shards(root: Path, files: list[Path]) -> list[str]:
     """Make a link to the GGUF file that has its tensors for each output shard, and return their names."""
     count = len(files)
-    names = [SINGLE_FILE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE_FILE]
     for name, file in zip(names, files, strict=True):
         (root / name).symlink_to(file)
     return names
@@ -217,3 +222,249 @@ def _read_vector(file: Path, tensor: GgufTensor, kind: GgmlType) -> Floats:
         source.read(codes, tensor.offset, tensor.name)
     decode_blocks(codes.reshape(1, -1), kind, Blocks(), out)
     return out.reshape(-1)
+
+
+# The output head. llama.cpp does not write one that is the embedding.
+HEAD = "output.weight"
+_MOST_LAYERS = 10_000
+# Values of these keys follow from others; they are compared with them.
+_CHECKED = ("attention.value_length", "rope.dimension_count")
+# Sizes that no tensor bounds, in contrast to all other numbers. Layers that are all experts have no dense one.
+_UNBOUNDED = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", "intermediate_size")
+_FLOATS = ("rms_norm_eps", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping")
+_SCALING = "rope.scaling."
+# Keys of rope.scaling in metadata and in config.json.
+_SCALING_KEYS = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+# What Llama 3.1 and later have beside the factor (their config.json).
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_NOT_REBUILT = "start from the model's Hugging Face directory"
+
+
+def find_gguf_architecture(metadata: Mapping[str, Any], name: str) -> tuple[str, GgufArchitecture]:
+    """Return the architecture of a GGUF file, with its name there.
+
+    Args:
+        metadata: its metadata.
+        name: the file's name, for messages.
+
+    Raises:
+        SourceError: it names none, or one that is not read.
+    """
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise SourceError(f"{name} names no architecture (general.architecture)", _NOT_REBUILT)
+    if architecture not in ARCHITECTURES:
+        raise SourceError(
+            f"{name} has the architecture {short_repr(architecture)}; read are {', '.join(ARCHITECTURES)}", _NOT_REBUILT
+        )
+    return architecture, ARCHITECTURES[architecture]
+
+
+def gguf_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: np.ndarray[Any, Any] | None, name: str
+) -> dict[str, Any]:
+    """Return the values of config.json that a GGUF file says, for the config class of transformers.
+
+    Args:
+        metadata: its metadata.
+        tensors: its tensors, by name.
+        rope_factors: `rope_freqs.weight`, float32 [head_dim / 2], by which llama.cpp divides rotary frequencies; None
+            if the file has none.
+        name: the file's name, for messages.
+
+    Raises:
+        SourceError: its metadata do not say what config.json needs, or say something that it has no place for.
+    """
+    architecture, entry = find_gguf_architecture(metadata, name)
+    keys = {**COMMON, **entry.keys}
+    largest = max((max(tensor.shape) for tensor in tensors.values()), default=0)
+
+    config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}
+    checked = {}
+    scaling = {}
+
+    for key, value in metadata.items():
+        prefix, _, rest = key.partition(".")
+        if prefix != architecture:
+            continue
+
+        if rest in keys:
+            _require_number(value, key, keys[rest], largest, name)
+            config[keys[rest]] = value
+        elif rest in _CHECKED:
+            checked[rest] = value
+        elif rest.startswith(_SCALING):
+            scaling[rest.removeprefix(_SCALING)] = value
+        else:
+            raise SourceError(f"{name}: no key of config.json is known for {key} = {short_repr(value)}", _NOT_REBUILT)
+
+    for rest in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length"):
+        if keys[rest] not in config:
+            raise SourceError(f"{name} lacks the metadata key {architecture}.{rest}", _NOT_REBUILT)
+
+    # Each layer has a tensor, and each expert three.
+    layers = config["num_hidden_layers"]
+    experts = config.get("num_experts", 1)
+    if layers > min(len(tensors), _MOST_LAYERS) or layers * experts * 3 > MAX_TENSORS:
+        raise SourceError(
+            f"{name} claims {layers:,} layers and {experts:,} experts, and holds {len(tensors):,} tensors", DAMAGED
+        )
+
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
+    head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
+    _check(entry, config, checked, head_dim, architecture, name)
+    if config["num_hidden_layers"] in entry.scaled_by_width:
+        config["query_pre_attn_scalar"] = width // heads
+
+    if rope_factors is not None:
+        config["rope_scaling"] = _llama3_scaling(rope_factors, config, name)
+    elif scaling:
+        config["rope_scaling"] = _rope_scaling(scaling, architecture, name)
+
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, int):
+        config.setdefault("vocab_size", tokens)
+    if not 1 <= config.get("vocab_size", 0) <= largest:
+        raise SourceError(f"{name} has no vocabulary (tokenizer.ggml.tokens)", _NOT_REBUILT)
+
+    for key, config_key in _TOKENS.items():
+        # Without one, none: the class would have that of another model.
+        token = metadata.get(f"tokenizer.ggml.{key}")
+        config[config_key] = token if type(token) is int and 0 <= token < config["vocab_size"] else None
+
+    return {**config, "tie_word_embeddings": HEAD not in tensors, "dtype": "bfloat16"}
+
+
+def _require_number(value: Any, key: str, config_key: str, largest: int, name: str) -> None:
+    """Refuse what is no number of its kind, and sizes that the file's tensors cannot have."""
+    if config_key in _FLOATS:
+        sound = isinstance(value, float) and math.isfinite(value) and value > 0
+    else:
+        sound = type(value) is int and 1 <= value <= (1 << 31 if config_key in _UNBOUNDED else largest)
+    if not sound:
+        raise SourceError(f"{name}: {key} is {short_repr(value)}, which its tensors contradict", _NOT_REBUILT)
+
+
+def _check(
+    entry: GgufArchitecture,
+    config: dict[str, Any],
+    checked: Mapping[str, Any],
+    head_dim: Any,
+    architecture: str,
+    name: str,
+) -> None:
+    """Compare keys that follow from others."""
+    if type(head_dim) is not int or not 0 < head_dim <= config["hidden_size"] or head_dim % 2:
+        raise SourceError(f"{name}: {architecture} has heads of {short_repr(head_dim)} dimensions", _NOT_REBUILT)
+    values = checked.get("attention.value_length", head_dim)
+    rotated = checked.get("rope.dimension_count", head_dim)
+    partial = entry.partial_rotary and type(rotated) is int and 0 < rotated < head_dim
+    if values != head_dim or (rotated != head_dim and not partial):
+        raise SourceError(
+            f"{name}: {architecture} has heads of {head_dim} dimensions, {short_repr(values)} for values and "
+            f"{short_repr(rotated)} that are rotated; no key of config.json is known for that",
+            _NOT_REBUILT,
+        )
+    if partial:
+        config["partial_rotary_factor"] = rotated / head_dim
+
+
+def _rope_scaling(scaling: Mapping[str, Any], architecture: str, name: str) -> dict[str, Any]:
+    """Return `rope_scaling` of config.json: linear or YaRN."""
+    kind = scaling.get("type")
+    unknown = sorted(scaling.keys() - {"type", "finetuned", *_SCALING_KEYS})
+    if kind not in ("linear", "yarn") or unknown or not isinstance(scaling.get("factor"), float):
+        found = ", ".join(f"{_SCALING}{key} = {short_repr(value)}" for key, value in scaling.items())
+        raise SourceError(f"{name}: no rope_scaling of config.json is known for {architecture}'s {found}", _NOT_REBUILT)
+    values = {config_key: scaling[key] for key, config_key in _SCALING_KEYS.items() if key in scaling}
+    return {"rope_type": kind, **values}
+
+
+def _llama3_scaling(factors: np.ndarray[Any, Any], config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return `rope_scaling` of Llama 3.1 and later, which GGUF files have as a factor for each frequency.
+
+    Low frequencies are divided by the factor itself, high ones not at all, and those between by a mixture
+    (transformers, modeling_rope_utils.py, _compute_llama3_parameters; llama.cpp, convert_hf_to_gguf.py).
+    """
+    factor = float(factors.max(initial=1.0))
+    head_dim = config["head_dim"]
+    low = 1.0
+    high = _LLAMA3["high_freq_factor"]
+    waves = 2 * np.pi * np.float64(config.get("rope_theta", 10000.0)) ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((_LLAMA3["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+        raise SourceError(f"{name}: rope_freqs.weight are not the factors of Llama 3's rope_scaling", _NOT_REBUILT)
+    return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
+
+
+# Keys of most architectures, without the architecture's name before them, and the keys of config.json.
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """An architecture of GGUF files.
+
+    Attributes:
+        model_type: `model_type` of its config.json.
+        keys: metadata keys besides COMMON, and the keys of config.json.
+        fixed: values of config.json that the class does not have by default and no metadata says.
+        interleaved: whether rows of q and k are in llama.cpp's order of rotary halves.
+        norms_plus_one: whether 1 was added to the weights of norms.
+        scaled_by_width: numbers of layers of the models that scale queries by hidden_size / num_attention_heads instead
+            of head_dim, which no metadata says.
+        partial_rotary: whether only a part of a head may be rotated.
+    """
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+    norms_plus_one: bool = False
+    scaled_by_width: tuple[int, ...] = ()
+    partial_rotary: bool = False
+
+
+ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", interleaved=True),
+    "qwen2": GgufArchitecture("qwen2"),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe", _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+    ),
+    "qwen3": GgufArchitecture("qwen3"),
+    # llama.cpp divides by the sum of the chosen experts' weights (src/models/qwen3moe.cpp), the class by default not.
+    "qwen3moe": GgufArchitecture("qwen3_moe", _EXPERTS, {"norm_topk_prob": True}),
+    "gemma2": GgufArchitecture(
+        "gemma2",
+        _WINDOW
+        | {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
+        norms_plus_one=True,
+        scaled_by_width=(46,),
+    ),
+    "gemma3": GgufArchitecture("gemma3_text", _WINDOW, norms_plus_one=True, scaled_by_width=(62,)),
+    "phi3": GgufArchitecture(
+        "phi3",
+        _WINDOW | {"rope.scaling.original_context_length": "original_max_position_embeddings"},
+        partial_rotary=True,
+    ),
+}

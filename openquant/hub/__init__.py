@@ -2,8 +2,8 @@
 
 Callers pass names and sizes of shards. Nothing in this room knows a plan.
 
-    source          Source, a local directory or a repository on the Hub, and HubFile, one file of a repository
-    fetch           ShardSupply, which downloads source shards into the Hub's cache or a scratch directory, and
+    source          Source, a local directory or a repository on the Hub, and HubFile, one file of a repository;
+                    ShardSupply, which downloads source shards into the Hub's cache or a scratch directory, and
                     supply_shards, which starts supplies for commands that write no shards
     publish         Publisher, which uploads finished shards and commits them all at once; checks before a push: token,
                     permissions, and what the push would replace

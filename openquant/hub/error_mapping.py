@@ -91,7 +91,9 @@ def status_of(error: BaseException) -> int | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     cause = root_cause(error)
-    return cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+    if not isinstance(cause, HfHubHTTPError):
+        return None
+    return cause.response.status_code
 
 
 def is_transient(error: BaseException) -> bool:
@@ -158,7 +160,9 @@ def error_reason(error: BaseException) -> str:
     text = without_queries(_XML.sub(_from_xml, text))
     # Control characters could change the terminal.
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+    if len(line) > _LONGEST:
+        return f"{line[:_LONGEST]}..."
+    return line
 
 
 def _server_reason(error: BaseException) -> str:
@@ -182,7 +186,9 @@ def advice(error: BaseException, otherwise: str) -> str:
         otherwise: the hint if no words match.
     """
     # The client's own message mentions permissions whatever the reason is.
-    words = str(error) if status_of(error) is None else _server_reason(error)
+    words = str(error)
+    if status_of(error) is not None:
+        words = _server_reason(error)
     return next((hint for pattern, hint in _ADVICE if pattern.search(words)), otherwise)
 
 
@@ -266,7 +272,9 @@ def _source_error(error: Exception, repo: str, revision: str | None) -> SourceEr
     if status is None and isinstance(cause, OSError):
         return SourceError(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
 
-    kind = "" if status is not None else f"{type(cause).__name__}: "
+    kind = f"{type(cause).__name__}: "
+    if status is not None:
+        kind = ""
     return SourceError(
         f"{name} could not be downloaded: {kind}{reason}",
         advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
@@ -307,7 +315,9 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     )
 
     if isinstance(error, HFValidationError):
-        continues = " with --create-pr: the same push continues its pull request" if "@refs/pr/" in repo else ""
+        continues = ""
+        if "@refs/pr/" in repo:
+            continues = " with --create-pr: the same push continues its pull request"
         return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
     if isinstance(error, LocalTokenNotFoundError):
         return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)

@@ -29,9 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
-from ..files.journal import PUSHED, WORK, output_errors
-from ..files.model_files import CARD_FILE, EVAL_FILE, EVALUATION_FILES, INDEX_FILE, SINGLE_FILE, is_adapter
-from ..files.small_files import file_sha256, parse_json, read_small
+from ..files.destination import PUSHED, WORK, output_errors
+from ..files.model_files import (
+    CARD_FILE,
+    EVAL_FILE,
+    EVALUATION_FILES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    file_sha256,
+    is_adapter,
+    parse_json,
+    read_small,
+)
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
@@ -98,12 +107,14 @@ class Publisher:
         self.repo = push.name
         self._user = ""
         self.records = directory / WORK / PUSHED
+
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         # With --push-only, the shards that are being made or uploaded. Shards that wait for their upload or are in it.
         self._in_progress: set[str] = set()
         self._pending: set[str] = set()
         # Size and digest of each shard that is uploaded, without those that the Hub wants as part of the commit.
         self._uploaded: dict[str, UploadInfo] = {}
+
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
@@ -145,7 +156,9 @@ class Publisher:
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
-                self.open_request = None if request is None or request.status == "merged" else request.num
+                self.open_request = None
+                if request is not None and request.status != "merged":
+                    self.open_request = request.num
 
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
@@ -183,10 +196,12 @@ class Publisher:
         """
         with push_errors(self.repo):
             self._user = user_name(self.repo)
-            name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
-            repository = find_repository(name)
+            if "/" not in self.repo:
+                self.repo = f"{self._user}/{self.repo}"
+            repository = find_repository(self.repo)
         # The current name, if it was renamed or has other capital letters.
-        self.repo = name if repository is None else repository.id
+        if repository is not None:
+            self.repo = repository.id
         return repository
 
     def _create(self) -> None:
@@ -382,7 +397,7 @@ class Publisher:
 
         # Figures alone in a pull request of their own are of the model on main.
         branch = revision if self.shards else self.revision
-        named = f"{self.repo}@{branch}" if branch else self.repo
+        named = "@".join(filter(None, [self.repo, branch]))
         if self.shards:
             text = published_card(text, self.repo, revision)
         if figures:
@@ -516,8 +531,8 @@ class Publisher:
 
         try:
             record = parse_json(read_small(self._record_path(name), name), name)
-            sha256, sample = bytes.fromhex(record["sha256"]), bytes.fromhex(record["sample"])
-            return UploadInfo(sha256=sha256, size=record["size"], sample=sample)
+            digest = bytes.fromhex(record["sha256"])
+            return UploadInfo(sha256=digest, size=record["size"], sample=bytes.fromhex(record["sample"]))
         except (FileNotFoundError, SourceError, KeyError, TypeError, ValueError):
             return None
 
@@ -668,7 +683,7 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
     present = [file.rfilename for file in repository.siblings or ()]
     weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
     # With an index engines tell an adapter of the model from its weights.
-    beside_index = [name for name in present if is_adapter(name)] if INDEX_FILE in present else []
+    beside_index = [name for name in present if INDEX_FILE in present and is_adapter(name)]
     foreign = [name for name in weights if name not in {*shards, INDEX_FILE, *beside_index}]
     if shards == [SINGLE_FILE] and INDEX_FILE in present:
         foreign.append(INDEX_FILE)
@@ -761,7 +776,9 @@ def _matrix_dtypes(repository: ModelInfo, file: RepoSibling) -> set[str]:
         metadata = HfApi().parse_safetensors_file_metadata(repository.id, file.rfilename, revision=repository.sha)
         return {tensor.dtype for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
 
+    if not file.size:
+        return set()
     try:
-        return with_retries(read) if file.size else set()
+        return with_retries(read)
     except SafetensorsParsingError:
         return set()

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
 from ..formats.schemes import INT8_W8A16, Scheme
-from ..patterns import collapse, compile_pattern
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_embedding, is_head
-from ..weights.statistics import Calibration
+from ..patterns import collapse, compile_pattern, template
+from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.weight import Weight
 from .architecture import fused_parts, why_indivisible, why_not_reordered
-from .decisions import Decision, Decisions, PassthroughTensor, PlanOptions, StoredLayout
+from .decisions import Decision, Decisions, PlanOptions
 
 _SAME_SCHEME = "same as "
 
@@ -61,99 +61,101 @@ def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str,
             )
 
 
-def problem_finder(
-    entry: ModuleRules,
-    layers: dict[str, Weight],
-    fused: dict[str, tuple[str, ...]],
-    config: dict[str, Any],
-    size: int | None,
-    find_scale_problem: Callable[[Weight], str | None],
-) -> Callable[[Weight, Scheme], str | None]:
-    """Return a function that says why engines cannot load a layer in a scheme.
+@dataclass(frozen=True)
+class EngineLimits:
+    """What engines cannot load of a model's layers.
 
-    Args:
+    Attributes:
+        decisions: the layers, the groups that engines fuse, and ranges of activations.
         entry: what the registry says of each module of the architecture.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        fused: for each module that engines fuse with others, the full names of all members, itself included.
         config: the language model's part of config.json, as text_config returns it.
-        size: the number of tensor-parallel ranks that must be able to load it; None for any.
-        find_scale_problem: says why a layer's activation scale cannot be static; None if it can.
-
-    Returns:
-        A function of a weight and a scheme that returns the reason, "28 heads do not divide by 8"; None if they can.
+        options: what the user asks for; `tp` ranks must be able to load the layers.
+        has_scales: whether layers in static schemes have activation scales anyway.
     """
-    problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
 
-    def find_kind_problem(layer: Weight, scheme: Scheme) -> str | None:
+    decisions: Decisions
+    entry: ModuleRules
+    config: dict[str, Any]
+    options: PlanOptions
+    has_scales: bool
+    _problems: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+
+    def why_not(self, layer: Weight, scheme: Scheme) -> str | None:
+        """Return why engines cannot load a layer in a scheme, "28 heads do not divide by 8"; None if they can."""
+        if scheme.format.static and (problem := self._why_not_static(layer, scheme.format)):
+            return problem
+
+        key = layer.name_template, layer.shape, scheme.suffix, layer.is_stored_as(scheme.format)
+        if key not in self._problems:
+            self._problems[key] = self._why_not_kind(layer, scheme)
+        return self._problems[key] or self._why_ragged(layer, scheme)
+
+    def group_layers(self) -> Collection[list[str]]:
+        """Return groups of modules that get the same scheme: fused layers, and all experts of a layer."""
+        groups: dict[str, list[str]] = {}
+        for module in self.decisions.layers:
+            first, *_ = self.decisions.fused.get(module, (module,))
+            groups.setdefault(self.entry.experts(module) or first, []).append(module)
+        return groups.values()
+
+    def why_none_of(self, modules: list[str], scheme: Scheme) -> dict[str, str]:
+        """Return why each module of a group cannot have a scheme; empty if all can."""
+        problems = {module: self.why_not(self.decisions.layers[module], scheme) for module in modules}
+        reasons = {module: problem for module, problem in problems.items() if problem}
+        if not reasons:
+            return {}
+        return _spread(modules, reasons)
+
+    def _why_not_static(self, layer: Weight, form: Format) -> str | None:
+        if self.has_scales or layer.module in self.decisions.input_absmax:
+            return None
+        if self.options.calibration is None:
+            return why_no_input_scale(layer, form)
+        return "the calibration observed no inputs of it"
+
+    def _why_not_kind(self, layer: Weight, scheme: Scheme) -> str | None:
+        """Return what is the same for all layers of a name template, shape and scheme."""
         if not scheme.head and is_head(layer.module):
             return "engines load no output head in this scheme"
-
-        rule = entry.rule(layer.module)
+        rule = self.entry.rule(layer.module)
         if not scheme.follows_rows and rule.reordered:
             return "engines reorder its rows but not its scales"
 
-        split = rule.split
         problem = None
-
         # Engines load what the source has in this format already, also with smaller blocks at the edges.
-        for rows, _ in (
-            ()
-            if layer.is_stored_as(scheme.format)
-            else ((layer.shape[0], None), *fused_parts(layer.shape, split, config))
-        ):
-            problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
-            if not rows and scheme.format.indivisible[0] not in (1, None):
-                problem = problem or "config.json does not say how many rows each of its parts has"
+        if not layer.is_stored_as(scheme.format):
+            problem = self._why_misshapen(layer, scheme.format)
+        problem = problem or why_not_reordered(layer.shape, rule.split, self.config, scheme.format)
 
-        problem = problem or why_not_reordered(layer.shape, split, config, scheme.format)
-
+        size = self.options.tp
         if problem is None and size is not None:
-            problem = why_indivisible(layer.shape, split, config, scheme.format.indivisible, size)
+            problem = why_indivisible(layer.shape, rule.split, self.config, scheme.format.indivisible, size)
             return problem and f"--tp {size}: {problem}"
-
         return problem
 
-    def find_problem(layer: Weight, scheme: Scheme) -> str | None:
-        if scheme.format.static and (problem := find_scale_problem(layer)):
-            return problem
-        key = layer.name_template, layer.shape, scheme.suffix, layer.is_stored_as(scheme.format)
-        if key not in problems:
-            problems[key] = find_kind_problem(layer, scheme)
-        return problems[key] or find_ragged_problem(layer, scheme)
+    def _why_misshapen(self, layer: Weight, form: Format) -> str | None:
+        for rows, _ in (
+            (layer.shape[0], None),
+            *fused_parts(layer.shape, self.entry.rule(layer.module).split, self.config),
+        ):
+            if problem := form.shape_error((rows, layer.shape[1])):
+                return problem
+            if not rows and form.indivisible[0] not in (1, None):
+                return "config.json does not say how many rows each of its parts has"
+        return None
 
-    def find_ragged_problem(layer: Weight, scheme: Scheme) -> str | None:
+    def _why_ragged(self, layer: Weight, scheme: Scheme) -> str | None:
         # Of fused layers only the last may end within a block (vLLM, layers/quantization/utils/fp8_utils.py:
         # 1329-1344), as kv_a_proj_with_mqa does.
         height = scheme.format.group[0] or 1
         if layer.shape[0] % height == 0:
             return None
-        ragged = [module for module in fused.get(layer.module, ()) if layers[module].shape[0] % height]
-        return "engines fuse it with other layers, and its rows end within a block" if len(ragged) > 1 else None
 
-    return find_problem
-
-
-def scale_problem_finder(
-    form: Format, calibration: Calibration | None, input_absmax: Mapping[str, float], decided: bool
-) -> Callable[[Weight], str | None]:
-    """Return a function that says why a layer's activation scale cannot be static.
-
-    Args:
-        form: the format that layers get.
-        calibration: ranges of activations; None to use the source's own scales.
-        input_absmax: largest magnitude of each layer's input activations by full module name, as calibrated.
-        decided: whether schemes are those of an existing directory or of the source, whose layers have scales.
-
-    Returns:
-        A function of a weight that returns the reason; None if its scale can be static.
-    """
-
-    def find_problem(layer: Weight) -> str | None:
-        if decided or layer.module in input_absmax:
+        fused = self.decisions.fused.get(layer.module, ())
+        ragged = [module for module in fused if self.decisions.layers[module].shape[0] % height]
+        if len(ragged) < 2:
             return None
-        return why_no_input_scale(layer, form) if calibration is None else "the calibration observed no inputs of it"
-
-    return find_problem
+        return "engines fuse it with other layers, and its rows end within a block"
 
 
 def why_no_input_scale(layer: Weight, form: Format) -> str | None:
@@ -191,83 +193,122 @@ class RequestedSchemes(NamedTuple):
     copies: bool
 
 
-def requested_schemes(
-    scheme: Scheme, options: PlanOptions, layers: dict[str, Weight], passthrough: Iterable[PassthroughTensor]
-) -> RequestedSchemes:
-    """Find the layers that the user's options name.
+@dataclass(frozen=True)
+class LayerChoice:
+    """Which layers get which scheme, as the user's options say.
 
-    With --quantize-embeddings the embedding gets INT8 weights if engines load no embedding in the plan's scheme.
-
-    Args:
-        scheme: the plan's own scheme.
-        options: the options; `ignore` and `scheme_for` are read.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        passthrough: the tensors that are not quantized; --ignore may name their modules, to no effect.
-
-    Returns:
-        By full module name the option ("--ignore **.up_proj") that leaves it unquantized (`ignored`) or gives it
-        another scheme (`mixed`), and the scheme of each option (`schemes`). The plan may quantize nothing (`copies`) if
-        there is an --ignore.
-
-    Raises:
-        UsageError: a pattern matches nothing, or is malformed.
+    Attributes:
+        options: what the user asks for; `ignore`, `scheme_for` and `embedding` are read.
+        is_decided: whether the choice was made before, so that layers have their activation scales.
     """
-    passthrough_modules = [kept.tensor.module for kept in passthrough] if options.ignore or options.scheme_for else []
-    ignored = _match_options({f"--ignore {text}": text for text in options.ignore}, layers, passthrough_modules, True)
-    scheme_for = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
-    mixed = _match_options({option: text for option, text, _ in scheme_for}, layers, passthrough_modules, False)
-    schemes = {option: other for option, _, other in scheme_for}
-    if options.embedding and not scheme.embedding:
-        schemes["--quantize-embeddings"] = INT8_W8A16
-        for module in filter(is_embedding, layers):
-            mixed.setdefault(module, "--quantize-embeddings")
-    return RequestedSchemes(ignored, mixed, schemes, bool(options.ignore))
+
+    options: PlanOptions
+
+    is_decided: ClassVar[bool] = False
+
+    @property
+    def schemes(self) -> Collection[Scheme]:
+        """The schemes of layers besides the plan's own, if they were chosen before."""
+        return ()
+
+    def is_unquantized(self, module: str) -> bool:
+        """Return whether a module stays unquantized, whatever the registry says of it."""
+        return self._is_ignored(module)
+
+    @cached_property
+    def _is_ignored(self) -> Callable[[str], bool]:
+        return self.options.ignores()
+
+    def request(self, decisions: Decisions) -> RequestedSchemes:
+        """Find the layers that get another scheme than the plan's, or none.
+
+        With --quantize-embeddings the embedding gets INT8 weights if engines load no embedding in the plan's scheme.
+
+        Raises:
+            UsageError: a pattern matches nothing, or is malformed.
+        """
+        options = self.options
+        layers = decisions.layers
+        # --ignore may name these, to no effect.
+        others = [kept.tensor.module for kept in decisions.passthrough]
+        ignored = _match_options({f"--ignore {text}": text for text in options.ignore}, layers, others, True)
+        scheme_for = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
+        mixed = _match_options({option: text for option, text, _ in scheme_for}, layers, others, False)
+        schemes = {option: other for option, _, other in scheme_for}
+        if options.embedding and decisions.scheme and not decisions.scheme.embedding:
+            schemes["--quantize-embeddings"] = INT8_W8A16
+            for module in filter(is_embedding, layers):
+                mixed.setdefault(module, "--quantize-embeddings")
+        return RequestedSchemes(ignored, mixed, schemes, copies=bool(options.ignore))
 
 
-def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> RequestedSchemes:
-    """Return the request that gives layers the schemes they have in an existing directory.
+@dataclass(frozen=True)
+class DirectoryChoice(LayerChoice):
+    """Which layers have which scheme in an existing output directory, to make the same plan again.
 
-    Args:
-        stored: schemes of that directory.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-
-    Returns:
-        By full module name the reason why it is unquantized (`ignored`), or the suffix of a scheme that is not that of
-        most layers (`mixed`); and the schemes by suffix (`schemes`).
+    Attributes:
+        unquantized: modules that are not quantized. Where all modules of a name template are, the template stands for
+            them: "model.layers.*.mlp.gate".
+        by_name: modules or templates whose scheme is not that of most layers; when fused layers need one scheme, the
+            one that comes first here is chosen.
     """
-    ignored = {}
-    mixed = {}
-    for module, layer in layers.items():
-        if module in stored.unquantized or layer.name_template in stored.unquantized:
-            ignored[module] = "the directory has it unquantized"
-        for name in (module, layer.name_template):
-            if name in stored.schemes:
-                mixed[module] = stored.schemes[name].suffix
-    return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in stored.schemes.values()}, copies=True)
+
+    unquantized: set[str]
+    by_name: dict[str, Scheme]
+
+    is_decided: ClassVar[bool] = True
+
+    @property
+    def schemes(self) -> Collection[Scheme]:
+        """The schemes of layers besides the plan's own."""
+        return self.by_name.values()
+
+    def is_unquantized(self, module: str) -> bool:
+        """Return whether a module is not quantized in the directory."""
+        return module in self.unquantized or template(module) in self.unquantized
+
+    def request(self, decisions: Decisions) -> RequestedSchemes:
+        """Give layers the schemes that they have in the directory."""
+        ignored = {}
+        mixed = {}
+        for module, layer in decisions.layers.items():
+            if module in self.unquantized or layer.name_template in self.unquantized:
+                ignored[module] = "the directory has it unquantized"
+            for name in (module, layer.name_template):
+                if name in self.by_name:
+                    mixed[module] = self.by_name[name].suffix
+        return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in self.schemes}, copies=True)
 
 
-def schemes_of_source(keeps: Mapping[Format, Scheme], scheme: Scheme, layers: dict[str, Weight]) -> RequestedSchemes:
-    """Return the request that leaves all layers as a quantized source has them.
+@dataclass(frozen=True)
+class SourceChoice(LayerChoice):
+    """The schemes that a quantized source has, for --scheme keep: all codes and scales stay as they are.
 
-    Args:
-        keeps: the scheme of each format of the source's weights.
-        scheme: the plan's own scheme.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-
-    Returns:
-        By full module name the reason why it is unquantized (`ignored`), or why it has another scheme than the plan's
-        (`mixed`); and the schemes by reason (`schemes`).
+    Attributes:
+        by_format: the scheme of each format of the source's weights.
     """
-    schemes = {f"the source has it so ({kept.suffix[1:]})": kept for kept in dict.fromkeys(keeps.values())}
-    reasons = {kept: reason for reason, kept in schemes.items()}
-    ignored = {}
-    mixed = {}
-    for module, layer in layers.items():
-        if layer.format is None:
-            ignored[module] = "the source has it unquantized"
-        elif keeps[layer.format] != scheme:
-            mixed[module] = reasons[keeps[layer.format]]
-    return RequestedSchemes(ignored, mixed, schemes, copies=False)
+
+    by_format: Mapping[Format, Scheme]
+
+    is_decided: ClassVar[bool] = True
+
+    @property
+    def schemes(self) -> Collection[Scheme]:
+        """The schemes of the source's layers."""
+        return self.by_format.values()
+
+    def request(self, decisions: Decisions) -> RequestedSchemes:
+        """Leave all layers as the source has them."""
+        schemes = {f"the source has it so ({kept.suffix[1:]})": kept for kept in dict.fromkeys(self.schemes)}
+        reasons = {kept: reason for reason, kept in schemes.items()}
+        ignored = {}
+        mixed = {}
+        for module, layer in decisions.layers.items():
+            if layer.format is None:
+                ignored[module] = "the source has it unquantized"
+            elif self.by_format[layer.format] != decisions.scheme:
+                mixed[module] = reasons[self.by_format[layer.format]]
+        return RequestedSchemes(ignored, mixed, schemes, copies=False)
 
 
 def refuse_changes(decisions: Decisions, keeps: Mapping[Format, Scheme]) -> None:
@@ -295,28 +336,16 @@ def refuse_changes(decisions: Decisions, keeps: Mapping[Format, Scheme]) -> None
 
 
 def assign_schemes(
-    entry: ModuleRules,
-    scheme: Scheme,
-    layers: dict[str, Weight],
-    find_problem: Callable[[Weight, Scheme], str | None],
-    fused: dict[str, tuple[str, ...]],
-    requested: RequestedSchemes,
-    unquantized: Collection[str],
-    size: int | None,
+    limits: EngineLimits, requested: RequestedSchemes, unquantized: Collection[str]
 ) -> tuple[dict[str, Decision], list[str]]:
     """Decide about the layers that do not get the plan's scheme.
 
     Fused layers, and all experts of a layer, get the same scheme.
 
     Args:
-        entry: what the registry says of each module of the architecture.
-        scheme: the plan's own scheme.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        find_problem: says why engines cannot load a layer in a scheme; None if they can.
-        fused: for each module that engines fuse with others, the full names of all members, itself included.
+        limits: the layers and the plan's own scheme, and what engines cannot load of them.
         requested: the modules for which options ask for another scheme, or for none.
         unquantized: full names of modules that are unquantized in a source that is in the scheme already, and stay so.
-        size: the number of tensor-parallel ranks that find_problem considers, for a note; None for any.
 
     Returns:
         For each layer without the plan's scheme, by full module name: its scheme (None if it is not quantized) and the
@@ -325,22 +354,21 @@ def assign_schemes(
     Raises:
         PlanError: nothing would be quantized, and `requested` does not ask for that.
     """
+    layers = limits.decisions.layers
+    scheme = limits.decisions.scheme
+    assert scheme is not None
     ignored, mixed, schemes, _ = requested
     chosen_by_hand = bool(ignored or mixed or unquantized)
 
-    if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
+    if layers and not chosen_by_hand and not any(limits.why_not(layer, scheme) for layer in layers.values()):
         return {}, []
-
-    groups: dict[str, list[str]] = {}
-    for module in layers:
-        groups.setdefault(entry.experts(module) or fused.get(module, (module,))[0], []).append(module)
 
     decisions: dict[str, Decision] = {}
     widened: dict[str, list[str]] = {}
     with_fallback: dict[tuple[str, str], dict[str, str]] = {}
     unfit: list[list[str]] = []
 
-    for modules in groups.values():
+    for modules in limits.group_layers():
         reasons = {module: ignored[module] for module in modules if module in ignored}
         if reasons:
             decisions |= _decide(None, _spread(modules, reasons, widened))
@@ -359,12 +387,12 @@ def assign_schemes(
             named = {module: option for module in modules if reasons.get(module) == option}
             reasons = _spread(modules, named, widened)
 
-        problems = _find_problems(modules, layers, chosen, find_problem)
+        problems = limits.why_none_of(modules, chosen)
         if problems and chosen.fallback is not None:
             reasons = problems
             coarse = chosen.title
             chosen = chosen.fallback
-            problems = _find_problems(modules, layers, chosen, find_problem)
+            problems = limits.why_none_of(modules, chosen)
             if not problems:
                 with_fallback.setdefault((chosen.title, coarse), {}).update(reasons)
 
@@ -377,10 +405,10 @@ def assign_schemes(
     notes = _widening_notes(widened) + _fallback_notes(with_fallback, layers)
     unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
     if len(unquantized_reasons) == len(layers):
-        _refuse_nothing(entry.model, unquantized_reasons, requested)
+        _refuse_nothing(limits.entry.model, unquantized_reasons, requested)
         notes.append("nothing is quantized")
     if unfit:
-        notes.append(_unfit_note(entry, scheme, layers, unfit, size))
+        notes.append(_unfit_note(scheme, limits, unfit))
     return decisions, notes
 
 
@@ -403,20 +431,26 @@ def _fallback_notes(with_fallback: Mapping[tuple[str, str], dict[str, str]], lay
     return notes
 
 
-def _unfit_note(
-    entry: ModuleRules, scheme: Scheme, layers: dict[str, Weight], unfit: list[list[str]], size: int | None
-) -> str:
+def _unfit_note(scheme: Scheme, limits: EngineLimits, unfit: list[list[str]]) -> str:
     """A note about groups of layers that cannot have the scheme."""
-    share = _share([module for modules in unfit for module in modules], layers)
+    share = _share([module for modules in unfit for module in modules], limits.decisions.layers)
     if scheme.format.static:
         return f"no static activation scale is known for {share}, which stay unquantized"
-    ranks = f" on {size} ranks" if size is not None else ""
-    unit = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
-    splits = [[split for module in modules if (split := entry.rule(module).split)] for modules in unfit]
+    splits = [[split for module in modules if (split := limits.entry.rule(module).split)] for modules in unfit]
     interleaved = all(any(split.interleaved for split in group) for group in splits)
     strict = any(split.interleaved_all or split.interleaved_rows for group in splits for split in group)
-    others = "channel" if strict else "tensor or channel"
-    reason = "engines sort rows by heads" if interleaved else f"{unit} do not divide{ranks}"
+
+    unit = "groups"
+    if (scheme.format.group[0] or 1) > 1:
+        unit = "blocks"
+    reason = f"{unit} do not divide"
+    if limits.options.tp is not None:
+        reason += f" on {limits.options.tp} ranks"
+    if interleaved:
+        reason = "engines sort rows by heads"
+    others = "tensor or channel"
+    if strict:
+        others = "channel"
     return f"{reason}, which leaves {share} unquantized; --scheme {others} quantizes them too"
 
 
@@ -473,14 +507,6 @@ def _spread(modules: list[str], reasons: dict[str, str], widened: dict[str, list
     if widened is not None and len(reasons) < len(modules):
         widened.setdefault(reasons[first], []).extend(module for module in modules if module not in reasons)
     return {module: reasons.get(module, shared) for module in modules}
-
-
-def _find_problems(
-    modules: list[str], layers: dict[str, Weight], scheme: Scheme, find_problem: Callable[[Weight, Scheme], str | None]
-) -> dict[str, str]:
-    """Why each module of a group cannot have a scheme; empty if all can."""
-    problems = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
-    return _spread(modules, problems) if problems else {}
 
 
 def _share(modules: Collection[str], layers: dict[str, Weight]) -> str:

@@ -5,7 +5,7 @@
     misfits    # ["hidden_size is 512, and lm_head.weight is [512, 256]"]
 
 Engines do not check that in quantized models: vLLM loads one that lacks a layer, and computes noise. What the class has
-is data (registry/class_tensors.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
+is data (registry/architecture.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
 the same in all tensors that have it.
 
 Last, tokens of a tokenizer that have no row in the input embedding: engines read whatever lies behind it.
@@ -23,14 +23,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import SourceError
-from ..files.small_files import MAX_INDEX, parse_json, read_small, short_repr
-from ..files.tensors import TensorInfo
+from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
+from ..files.shardfile import TensorInfo
 from ..patterns import collapse
-from ..registry.architecture import EMBEDDING, HEAD, MTP_LAYER, TASK_HEAD, TOWER
-from ..registry.class_tensors import ANY, ClassTensors, LayerList, TensorRule, find_class_tensors
-from ..registry.rules import ModuleRules
-from .architecture import config_value
-from .sort import Stored, mtp_layer_finder, under_stored_names
+from ..registry.architecture import (
+    ANY,
+    EMBEDDING,
+    HEAD,
+    MTP_LAYER,
+    TASK_HEAD,
+    TOWER,
+    ClassTensors,
+    LayerList,
+    ModuleRules,
+    TensorRule,
+    find_class_tensors,
+)
+from .architecture import Stored, config_value, mtp_layer_finder, under_stored_names
 
 _Value = TypeVar("_Value")
 # How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.
@@ -198,8 +207,9 @@ class _Comparer:
                 self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
 
     def _count(self, rule: TensorRule) -> int:
-        sizes = self.config.size(rule.repeats) if rule.repeats else None
-        return max(sizes) if sizes else 1
+        if not rule.repeats:
+            return 1
+        return max(self.config.size(rule.repeats) or [1])
 
     def _length(self, expression: str, stored: _Layers) -> int:
         found = max(stored.numbers, default=0) + 1
@@ -422,12 +432,11 @@ def completeness_notes(
     comparison = compare_with_class(entry, tensors, config, text)
     if comparison is None:
         return [f"{NOT_CHECKED}: nothing says which tensors {entry.model.name} has"]
-    names_only = f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}"
-    return [
-        *([] if comparison.is_whole else [names_only]),
-        *(f"the source lacks {text}" for text in comparison.lost),
-        *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
-    ]
+    notes = [f"the source lacks {text}" for text in comparison.lost]
+    notes += [f"config.json does not fit the tensors: {text}" for text in comparison.misfits]
+    if not comparison.is_whole:
+        notes.insert(0, f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}")
+    return notes
 
 
 def _lacks_task_head(entry: ModuleRules, tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> bool:
@@ -484,23 +493,26 @@ def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
         where = collapse(layers)[0]
         tensors = sum(number for _, number in paths)
         below = collapse(path for path, _ in paths)
-        whole = f"{where}.{below[0]}".removesuffix(".") if len(below) == 1 else f"{', '.join(below)} of {where}"
+        whole = f"{', '.join(below)} of {where}"
+        if len(below) == 1:
+            whole = f"{where}.{below[0]}".removesuffix(".")
         texts.append(_describe_loss(whole, None, tensors))
     return texts
 
 
 def _describe_loss(path: str, reason: str | None, tensors: int) -> str:
-    details = [reason] if reason else []
+    details = [*filter(None, [reason])]
     if tensors > 1:
         details.append(f"{short_repr(tensors)} tensors")
-    return f"{path} ({', '.join(details)})" if details else path
+    if not details:
+        return path
+    return f"{path} ({', '.join(details)})"
 
 
 def _reason(entry: ModuleRules, path: str) -> str | None:
     """What the registry calls a module, such as "vision tower"; None if it has no word for it."""
     for module in (path, path.rpartition(".")[0]):
-        reason = entry.rule(module).keep if module else None
-        if reason:
+        if module and (reason := entry.rule(module).keep):
             return reason
     return None
 
@@ -541,9 +553,7 @@ class ConfigSizes:
         return value
 
     def _find_setting(self, key: str) -> Any:
-        value: Any = self._config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = config_value(self._config, key)
         if value is None and key.startswith(self._text_path):
             # Older files have the language model's keys at the top level, or under other names.
             value = self._text.get(key.removeprefix(self._text_path).removeprefix("."))
@@ -555,18 +565,21 @@ class ConfigSizes:
 
     def _truth(self, key: str) -> bool:
         if key.endswith(_TIED):
-            said = {bool(part[_TIED]) for part in (self._config, self._text) if part.get(_TIED) is not None}
-            return any(said) if said else self._known.defaults.get(key, False)
+            said = [part[_TIED] for part in (self._config, self._text) if part.get(_TIED) is not None]
+            return any(said or [self._known.defaults.get(key, False)])
+
         value = self.value(key)
         # JSON's null is said, and false.
-        return self._known.defaults.get(key, False) if value is None and not self._has_key(key) else bool(value)
+        if value is None and not self._has_key(key):
+            return self._known.defaults.get(key, False)
+        return bool(value)
 
     def _has_key(self, key: str) -> bool:
         """Whether config.json has the key, whatever its value."""
         parent, _, last = key.rpartition(".")
-        part: Any = self._config
-        for name in parent.split(".") if parent else ():
-            part = part.get(name) if isinstance(part, Mapping) else None
+        part = self._config
+        if parent:
+            part = config_value(self._config, parent)
         return isinstance(part, Mapping) and last in part
 
     def by_layer(self, key: str, length: int) -> list[str] | None:
@@ -577,10 +590,12 @@ class ConfigSizes:
             return [str(number + int(first) in said) for number in range(length)]
         if not kind and isinstance(said, (list, str)) and len(said) >= length:
             return list(map(str, said[:length]))
-        count = max(self.size(path) or (0,)) if kind in ("<", "%") else 0
-        if not count:
-            return None
-        return [str(number < count if kind == "<" else number % count == 0) for number in range(length)]
+        count = max(self.size(path) or (0,))
+        if count and kind == "<":
+            return [str(number < count) for number in range(length)]
+        if count and kind == "%":
+            return [str(number % count == 0) for number in range(length)]
+        return None
 
     def size(self, expression: str) -> frozenset[int] | None:
         """Return the numbers that a size may be; None if config.json does not say it."""
@@ -638,7 +653,9 @@ def _calculate(expression: str, numbers: Mapping[str, int | float]) -> int | Non
 
 
 def _factor(factor: str, numbers: Mapping[str, int | float]) -> int | float:
-    return numbers[factor] if factor in numbers else int(factor)
+    if factor in numbers:
+        return numbers[factor]
+    return int(factor)
 
 
 # Text models keep the tokenizer of their multimodal sisters, whose tokens for images they never see.
@@ -698,8 +715,10 @@ def _tokens(root: Path) -> Iterable[Token]:
     name = "tokenizer_config.json"
     if (root / name).is_file():
         added = parse_json(read_small(root / name, name), name)
-        decoder = added.get("added_tokens_decoder") if isinstance(added, dict) else None
-        for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        decoder = config_value(added, "added_tokens_decoder")
+        if not isinstance(decoder, dict):
+            decoder = {}
+        for number, token in decoder.items():
             if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
                 yield Token(int(number), str(token.get("content")), name)
 

@@ -13,13 +13,11 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ..errors import PlanError
-from ..files.shardfile import TensorPlace
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo, TensorPlace
 from ..formats.numbers import with_fp8_cache
 from ..formats.schemes import Scheme
-from ..patterns import compile_any, template
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_embedding, is_head, is_table
+from ..patterns import compile_any
+from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head, is_table
 from ..weights.statistics import Calibration, PlaceholderCalibration
 from ..weights.weight import UNDECIDED, Weight, WeightTransforms
 
@@ -126,24 +124,6 @@ class PlanOptions:
         return lambda module: ignored.fullmatch(module) is not None
 
 
-class StoredLayout(NamedTuple):
-    """The schemes of an existing output directory, to make the same plan again.
-
-    Attributes:
-        unquantized: modules that are not quantized. Where all modules of a name template are, the template stands for
-            them: "model.layers.*.mlp.gate".
-        schemes: modules or templates whose scheme is not that of most layers; when fused layers need one scheme, the
-            one that comes first here is chosen.
-    """
-
-    unquantized: set[str]
-    schemes: dict[str, Scheme]
-
-    def is_unquantized(self, module: str) -> bool:
-        """Whether a module is not quantized in the directory."""
-        return module in self.unquantized or template(module) in self.unquantized
-
-
 @dataclass(frozen=True)
 class Decisions:
     """What becomes of each tensor.
@@ -241,8 +221,7 @@ def _apply_smoothing(kept: PassthroughTensor, transforms: WeightTransforms) -> b
 
 
 def _with_transform(weight: Weight, transforms: WeightTransforms) -> Weight:
-    transform = transforms.weights.get(weight.module)
-    return weight if transform is None else weight._replace(transform=transform)
+    return weight._replace(transform=transforms.weights.get(weight.module, weight.transform))
 
 
 def refuse_repeats(model: Architecture) -> None:
@@ -291,8 +270,10 @@ def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
         Name, dtype and shape of its codes, stored scales and, if the format has them, global scale and zero points.
     """
     form = scheme.format
-    global_scale = form.global_scale.name if form.global_scale else None
-    names = {f"{weight.module}.{last}" for last in (form.codes, form.scale.name, form.zero_point, global_scale)}
+    endings = [form.codes, form.scale.name, form.zero_point]
+    if form.global_scale:
+        endings.append(form.global_scale.name)
+    names = {f"{weight.module}.{ending}" for ending in endings}
     return [info for info in form.parts(weight.module, weight.shape) if info.name in names]
 
 
@@ -367,7 +348,9 @@ def quantization_config(entry: ModuleRules, decisions: Decisions, fp8_kv_cache: 
     """
     assert decisions.scheme is not None
     settings = decisions.scheme.config(ignored_names(entry, decisions), target_names(entry, decisions))
-    return with_fp8_cache(settings) if fp8_kv_cache else settings
+    if fp8_kv_cache:
+        return with_fp8_cache(settings)
+    return settings
 
 
 def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
@@ -391,7 +374,9 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
     """
     quantized = [weight.module for weight, _ in decisions.kinds]
 
-    names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
+    names: dict[str, None] = {}
+    if not any(map(is_head, quantized)):
+        names["lm_head"] = None
     modules = [
         keep.tensor.module
         for keep in decisions.passthrough

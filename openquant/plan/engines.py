@@ -1,18 +1,27 @@
-"""What engines cannot load of a plan. If no engine can, the plan stops; if only SGLang cannot, a note says so."""
+"""What engines cannot load of a plan. If no engine can, the plan stops; if only SGLang cannot, a note says so.
+
+Other notes say what the output lacks of the source.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..formats.schemes import MIXED, Scheme
+from ..files.model_files import INDEX_FILE, SINGLE_FILE
+from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
+from ..formats.quantization import find_quantization
+from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..patterns import collapse
-from ..registry.architecture import Architecture, Refusal, SGLangLimits
-from ..registry.rules import ModuleRules, is_embedding, is_head
+from ..registry.architecture import Architecture, ModuleRules, Refusal, SGLangLimits, is_embedding, is_head
 from ..version import SGLANG, VLLM
+from ..weights.find import unread_tensors
+from ..weights.weight import Weight
 from .architecture import text_config
-from .decisions import Decisions
+from .decisions import Decisions, PlanOptions, gptq_notes
+from .serving import serving_notes, unrouted_note
 
 # The compressed-tensors format whose codes are packed into int32.
 PACKED = "pack-quantized"
@@ -81,8 +90,7 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     for module, chosen in sorted(quantized, key=lambda layer: not entry.experts(layer[0])):
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
-            points = " with zero points" if chosen.asymmetric else ""
-            return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
+            return Refusal(None, None, f"it loads no experts in {_name_in_full(chosen)}", hint)
 
         refusal = find_refusal(sglang.refused, chosen, bool(entry.experts(module)))
         if refusal is not None:
@@ -135,10 +143,11 @@ def _refuse_cache_scales(sglang: SGLangLimits, decisions: Decisions) -> Refusal 
     if sglang.cache is None:
         return None
     scales = [kept.value for kept in decisions.passthrough if kept.value is not None]
-    if not (any(scale != 1.0 for scale in scales) if sglang.cache_of_ones else scales):
-        return None
-    hint = "it loads without --calibration" if sglang.cache_of_ones else "it loads without --kv-cache"
-    return Refusal(None, None, sglang.cache, hint)
+    if sglang.cache_of_ones and any(scale != 1.0 for scale in scales):
+        return Refusal(None, None, sglang.cache, "it loads without --calibration")
+    if scales and not sglang.cache_of_ones:
+        return Refusal(None, None, sglang.cache, "it loads without --kv-cache")
+    return None
 
 
 def _list_patterns(patterns: tuple[str, ...]) -> str:
@@ -303,11 +312,17 @@ def refuse_embedding_schemes(decisions: Decisions) -> None:
     """
     for weight, scheme in decisions.kinds:
         if is_embedding(weight.module) and not scheme.embedding:
-            points = " with zero points" if scheme.asymmetric else ""
             raise PlanError(
-                f"{weight.module}: no engine loads an embedding in {scheme.name}{points}",
+                f"{weight.module}: no engine loads an embedding in {_name_in_full(scheme)}",
                 f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for",
             )
+
+
+def _name_in_full(scheme: Scheme) -> str:
+    """Return the name of a scheme: "int4 with zero points"."""
+    if scheme.asymmetric:
+        return f"{scheme.name} with zero points"
+    return scheme.name
 
 
 def is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
@@ -320,3 +335,212 @@ def is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
     configs = checkpoint.config, text_config(checkpoint, model)
     is_said = any(config.get("tie_word_embeddings") is True for config in configs)
     return is_said or not any(is_head(info.module) for info in checkpoint.tensors.values())
+
+
+_SENTENCE_TRANSFORMERS = {"modules.json", "config_sentence_transformers.json"}
+
+
+def entry_notes(model: Architecture) -> list[str]:
+    """Return a note on how an entry outside the registry was made.
+
+    Args:
+        model: the architecture's entry.
+
+    Returns:
+        A list of one sentence; empty for the registry's own entries.
+    """
+    return [*filter(None, [model.decided])]
+
+
+def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
+    """Return notes on weights of the source that not all engines compute with.
+
+    Args:
+        checkpoint: the opened source.
+        model: the architecture's entry.
+
+    Returns:
+        A sentence for each file beside the index, and one for a head of its own that config.json denies.
+    """
+    notes = [
+        f"{name} is taken in: {INDEX_FILE} does not name it, so vLLM does not load these MTP layers; the output's does"
+        for name in checkpoint.unindexed
+    ]
+
+    beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
+    for name in beside:
+        if name == SINGLE_FILE:
+            why = f"it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"
+        else:
+            why = f"{INDEX_FILE} does not name it, so engines do not load it"
+        if checkpoint.indexed and not name.startswith(("adapter", "consolidated")):
+            notes.append(f"{checkpoint.with_cost(name)} is left out: {why}")
+
+    if is_tied(checkpoint, model) and any(is_head(info.module) for info in checkpoint.tensors.values()):
+        notes.append(
+            "the source has an output head, and config.json ties it to the embedding: vLLM computes with the head, "
+            "SGLang with the embedding; if the head was trained, set tie_word_embeddings to false"
+        )
+
+    return notes
+
+
+def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:
+    """Return a note on why SGLang cannot load the output.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+
+    Returns:
+        A list of one sentence; empty if it can.
+    """
+    refusal = sglang_refusal(entry, decisions)
+    if refusal is None:
+        return []
+    return [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
+
+
+def mlx_notes(model: Architecture, schemes: Iterable[Scheme]) -> list[str]:
+    """Return a note on an output that mlx-lm loads without an error and computes wrongly.
+
+    Args:
+        model: the architecture's entry.
+        schemes: all schemes of the output.
+
+    Returns:
+        A list of one sentence; empty if mlx-lm reads the output, or refuses it.
+    """
+    # Of other formats than those measured mlx-lm refuses all.
+    misread = [
+        scheme.name
+        for scheme in schemes
+        if MLX_LM.get(scheme.name) == "misread" and scheme.method == SCHEMES[scheme.name].method
+    ]
+    if model.name not in MLX_LM_CLASSES or not misread:
+        return []
+    return [
+        f"{MLX_LM_VERSION} misreads {', '.join(misread)} of this class without an error: give it what `openquant "
+        "dequantize` makes of the output"
+    ]
+
+
+def output_notes(
+    checkpoint: Checkpoint, weights: Collection[Weight], entry: ModuleRules, decisions: Decisions, options: PlanOptions
+) -> list[str]:
+    """Return notes about the output, once all is decided.
+
+    Args:
+        checkpoint: the opened source.
+        weights: the weights that are quantized in the source; empty for an unquantized source.
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+        options: what the user asks for.
+
+    Returns:
+        Sentences for the user.
+    """
+    notes = [*engine_notes(entry, decisions), *mlx_notes(entry.model, decisions.schemes)]
+
+    if options.fp8_kv_cache:
+        notes += serving_notes(entry.model, decisions)
+    elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
+        notes.append(
+            "kv_cache_scheme is left out, but its scales are kept: serve with --kv-cache-dtype fp8 to use them, or "
+            "give --kv-cache fp8 here so that engines do by default"
+        )
+
+    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions)]
+    notes += [*_pooling_notes(checkpoint, decisions), *_head_notes(decisions, options)]
+
+    several = len({scheme.name for scheme in decisions.schemes}) > 1
+    notes += dict.fromkeys(
+        f"{scheme.name}: {note}" if several else note for scheme in decisions.schemes for note in scheme.notes
+    )
+
+    if options.calibration is not None and decisions.input_absmax:
+        notes.append(
+            f"static activation scales are twice those of a calibration with {options.calibration.described}: headroom "
+            "costs nothing, and larger activations are clamped"
+        )
+        notes += unrouted_note(options.calibration, entry, decisions.input_absmax, decisions.layers)
+
+    if options.transforms:
+        notes += options.transforms.notes
+    if options.gptq:
+        notes += gptq_notes(decisions, entry, options.gptq)
+    return notes
+
+
+def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
+    """Return a note about tensors beside quantized weights that engines refuse, and that the output leaves out.
+
+    Args:
+        checkpoint: the opened source.
+        weights: the weights that are quantized in the source.
+
+    Returns:
+        A list of one sentence that names them; empty if there are none. Scales of decoded weights do not count.
+    """
+    names = unread_tensors(checkpoint.tensors, weights)
+    if not names:
+        return []
+    return [f"left out, as engines refuse them: {', '.join(collapse(names))}"]
+
+
+def _pooling_notes(checkpoint: Checkpoint, decisions: Decisions) -> list[str]:
+    """A note on a quantized output head of an embedding model or reranker.
+
+    vLLM (models/adapters.py:125-131, 538-541) serves these without the head, or with an unquantized one.
+    """
+    files = _SENTENCE_TRANSFORMERS & checkpoint.files.keys()
+    if not (files or checkpoint.config.get("classifier_from_token")):
+        return []
+    if not any(is_head(weight.module) for weight, _ in decisions.kinds):
+        return []
+    said_by = min(files, default="config.json")
+    return [
+        f"{said_by} says that this is an embedding model or reranker, and vLLM serves none with a quantized output "
+        "head: leave --quantize-lm-head out"
+    ]
+
+
+def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:
+    """A note on an output head of few bits, unless layers have schemes of their own by the user or by a mixture."""
+    bits = INT8_W8A16.format.number.bits
+    if options.scheme_for:
+        return []
+    return [
+        f"the output head is in {scheme.name}, which can cost as much as all other layers together: "
+        f"--scheme-for {layer.module}={INT8_W8A16.name} gives it {bits} bits"
+        for layer, scheme in decisions.quantized
+        if is_head(layer.module) and scheme in MIXED and scheme.format.number.bits < bits
+    ]
+
+
+def _requantized_notes(decisions: Decisions) -> list[str]:
+    """Notes about layers whose codes could be kept if the scheme had their zero points or act-order."""
+    zero_points = act_order = divided = 0
+    for layer, scheme in decisions.quantized:
+        form = layer.format
+        divided += layer.divides_into(scheme.format)
+        if form is None or (form.number, form.group) != (scheme.format.number, scheme.format.group):
+            continue
+        if form.columns is not None and form.columns.act_order:
+            act_order += 1
+        elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
+            zero_points += 1
+
+    notes = []
+
+    if divided:
+        notes.append(
+            f"{divided} layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of "
+            "fused layers is more than 2^17 times the smallest, which are quantized again"
+        )
+    if zero_points:
+        notes.append(f"{zero_points} layers have zero points and are quantized again; --asymmetric keeps their codes")
+    if act_order:
+        notes.append(f"{act_order} layers have act-order (g_idx) and are quantized again")
+
+    return notes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
+from ..files.shardfile import DTYPE_BITS, Location, TensorInfo, make_header
 from ..formats.format import Format
 from ..formats.schemes import Scheme
 from ..weights.weight import Weight
@@ -209,7 +209,9 @@ def weights_of_tensor(item: Item) -> tuple[Weight, ...]:
     """
     if isinstance(item, PassthroughTensor):
         return ()
-    return item.layers if isinstance(item, StackedTensor) else (item,)
+    if isinstance(item, StackedTensor):
+        return item.layers
+    return (item,)
 
 
 def output_tensors(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
@@ -256,9 +258,13 @@ def passthrough_source_bytes(kept: PassthroughTensor) -> int:
         Bytes of the source's tensor of its name, of the codes and scales that it is decoded from, or of the scale of
         another name that it is copied from; 0 for a KV-cache scale whose number the plan chose.
     """
+    if isinstance(kept.value, TensorInfo):
+        return kept.value.nbytes
     if kept.value is not None:
-        return kept.value.nbytes if isinstance(kept.value, TensorInfo) else 0
-    return kept.weight.stored_nbytes if kept.weight else kept.tensor.nbytes
+        return 0
+    if kept.weight:
+        return kept.weight.stored_nbytes
+    return kept.tensor.nbytes
 
 
 @dataclass(frozen=True)
@@ -282,7 +288,7 @@ class Layout:
 
         def size(weight: Weight) -> int:
             scheme = decisions.of(weight.module).scheme
-            key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
+            key = weight.source.dtype, weight.shape, scheme and stored_as(weight, scheme)
             if key not in sizes:
                 sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
             return sizes[key]
@@ -323,15 +329,15 @@ class Layout:
                 if scale is not None:
                     sources.add(where[scale.name].shard)
 
-                shared = (
-                    decisions.fused.get(weight.module, ()) if scheme is not None and scheme.format.shares_scale else ()
-                )
-                for member in (weight, *(decisions.layers[module] for module in shared)):
+                members = [weight]
+                if scheme is not None and scheme.format.shares_scale:
+                    members += [decisions.layers[module] for module in decisions.fused.get(weight.module, ())]
+                for member in members:
                     sources |= {where[part.name].shard for part in member.parts or (member.source,)}
 
         return sources
 
-    def consumed(self, shard: str) -> int:
+    def count_source_bytes(self, shard: str) -> int:
         """Return how many bytes of the source an output shard is made from, scales in other shards included.
 
         Layers in other shards that are only read for a scale they share do not count.
@@ -344,8 +350,9 @@ class Layout:
             if isinstance(item, PassthroughTensor):
                 total += passthrough_source_bytes(item)
             for weight in weights_of_tensor(item):
-                scale = _input_scale(weight, self.decisions)
-                total += weight.stored_nbytes + (scale.nbytes if scale else 0)
+                total += weight.stored_nbytes
+                if scale := _input_scale(weight, self.decisions):
+                    total += scale.nbytes
         return total
 
     def outputs(self, shard: str) -> list[TensorInfo]:
@@ -413,6 +420,7 @@ def _jobs(
 def _passthrough_jobs(item: PassthroughTensor, where: Mapping[str, Location], target: int) -> Iterator[Job]:
     """The jobs for a tensor that is not quantized."""
     info = item.tensor
+
     if isinstance(item.value, TensorInfo):
         yield _scale_job(item.value, where, target)
     elif item.value is not None:
@@ -460,6 +468,7 @@ def _encode_job(
     fmt = scheme.format
     fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
     shard = where[weight.source.name].shard
+
     pieces = (
         WeightPlace(
             member,
@@ -482,7 +491,7 @@ def _input_scale_jobs(
     name = f"{weight.module}.{scheme.format.input_scale}"
     scale = _input_scale(weight, decisions)
     if scale is not None:
-        dynamic = None if weight.format is None else weight.format.input_global_scale
+        dynamic = weight.format and weight.format.input_global_scale
         yield _scale_job(scale, where, targets[name], inverse=dynamic is not None and not dynamic.divides)
     elif name in targets:
         absmax = decisions.input_absmax.get(weight.module)

@@ -18,14 +18,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..files.journal import Provenance
+from ..files.destination import Provenance
 from ..files.shardfile import TensorPlace
 from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
 from ..formats.names import UNCHANGED
@@ -34,22 +34,26 @@ from ..formats.quantization import Quantization, read_quantization
 from ..formats.schemes import KEPT_SCHEMES, Scheme
 from ..models import GENERIC
 from ..patterns import template
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_head
+from ..registry.architecture import Architecture, ModuleRules, is_head
 from ..version import __version__
 from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
-from .architecture import ParallelSize, check_parallel_sizes, find_architecture, known_architecture, text_config
+from .architecture import (
+    ParallelSize,
+    check_parallel_sizes,
+    find_architecture,
+    known_architecture,
+    sort_tensors,
+    text_config,
+)
 from .assign import (
+    EngineLimits,
+    LayerChoice,
+    SourceChoice,
     assign_schemes,
     check_options,
-    problem_finder,
     refuse_changes,
     refuse_size,
-    requested_schemes,
-    scale_problem_finder,
-    schemes_of_output,
-    schemes_of_source,
     why_no_input_scale,
 )
 from .completeness import check_layer_count, completeness_notes, token_misfits
@@ -61,7 +65,6 @@ from .decisions import (
     PassthroughTensor,
     PlanOptions,
     StackedTensor,
-    StoredLayout,
     apply_transforms,
     gptq_weights,
     quantization_config,
@@ -69,17 +72,20 @@ from .decisions import (
 )
 from .engines import (
     check_task_head,
+    engine_notes,
+    entry_notes,
+    left_behind,
+    output_notes,
     refuse_embedding,
     refuse_embedding_schemes,
     refuse_experts,
     refuse_head,
     refuse_nameless,
     refuse_schemes,
+    source_notes,
 )
 from .layout import Layout, PlanLine, plan_lines
-from .notes import engine_notes, entry_notes, left_behind, output_notes, source_notes
-from .sort import sort_tensors
-from .static_scales import (
+from .serving import (
     add_scales,
     expect_calibration,
     find_cached_attentions,
@@ -132,7 +138,9 @@ class Plan:
     @property
     def lacks(self) -> frozenset[Lack]:
         """What a calibration must still find before the plan can be carried out."""
-        return self.options.lacks if self.decisions.rounded is None else self.options.lacks - {"Hessians"}
+        if self.decisions.rounded is None:
+            return self.options.lacks
+        return self.options.lacks - {"Hessians"}
 
     @property
     def layers(self) -> dict[str, Weight]:
@@ -147,7 +155,9 @@ class Plan:
     @cached_property
     def gptq_rounded(self) -> list[tuple[Weight, Scheme]]:
         """The weights that GPTQ rounds, each with its scheme."""
-        return [] if self.options.gptq is None else gptq_weights(self.decisions)
+        if self.options.gptq is None:
+            return []
+        return gptq_weights(self.decisions)
 
     @cached_property
     def layout(self) -> Layout:
@@ -173,8 +183,7 @@ class Plan:
         options = self.options
         decisions = self.decisions
 
-        added_scales = [repr(kept) for kept in decisions.passthrough if kept.value is not None]
-        facts = [
+        facts: list[Any] = [
             __version__,
             repr(self.model),
             [asdict(scheme) for scheme in decisions.schemes],
@@ -186,12 +195,17 @@ class Plan:
             self.source.shards,
             self.source.headers,
             self.identity,
-            *([dict(decisions.input_absmax)] if decisions.input_absmax else []),
-            *([options.transforms.sha256] if options.transforms else []),
-            *([["GPTQ", options.gptq]] if options.gptq else []),
-            *([["keep"]] if decisions.keeps else []),
-            *([added_scales] if says_fp8_cache(self.quantization_config) else []),
         ]
+        if decisions.input_absmax:
+            facts.append(dict(decisions.input_absmax))
+        if options.transforms:
+            facts.append(options.transforms.sha256)
+        if options.gptq:
+            facts.append(["GPTQ", options.gptq])
+        if decisions.keeps:
+            facts.append(["keep"])
+        if says_fp8_cache(self.quantization_config):
+            facts.append([repr(kept) for kept in decisions.passthrough if kept.value is not None])
 
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -202,8 +216,7 @@ def make_plan(
     options: PlanOptions | None = None,
     identity: str = "",
     architecture: str | Architecture | None = None,
-    stored: StoredLayout | None = None,
-    keeps: Mapping[Format, Scheme] | None = None,
+    choice: LayerChoice | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
 
@@ -214,8 +227,7 @@ def make_plan(
         identity: text that tells this source from another with the same headers; it is part of the plan's digest.
         architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
             checkpoint's own class.
-        stored: schemes of an existing directory, to make its plan again; they replace those of the options.
-        keeps: for --scheme keep, the scheme of each format of the source's weights; all codes and scales are kept.
+        choice: what says which layers get which scheme; the options if None.
 
     Returns:
         The decision about each tensor, quantization_config and notes. Its shards are laid out on demand.
@@ -230,7 +242,8 @@ def make_plan(
     """
     options = options or PlanOptions()
     model = find_architecture(checkpoint, architecture)
-    of_layers = [scheme, *(stored.schemes.values() if stored else ()), *(keeps.values() if keeps else ())]
+    choice = choice or LayerChoice(options)
+    of_layers = [scheme, *choice.schemes]
     schemes = [*of_layers, *(other for _, other in options.scheme_for)]
     refuse_schemes(model, schemes)
     if options.gptq:
@@ -241,7 +254,7 @@ def make_plan(
     check_options(options)
     model = _add_tables(model, decoded, scheme, options)
 
-    has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
+    has_input_scales = choice.is_decided or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
 
     entry = ModuleRules(model)
@@ -250,30 +263,27 @@ def make_plan(
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
     # embeddings, output heads and routers.
-    in_scheme = keeps is not None or (
-        bool(weights) and all(any(weight.is_stored_as(one.format) for one in of_layers) for weight in weights.values())
-    )
-    is_ignored = stored.is_unquantized if stored else options.ignores()
-    items, layers = sort_tensors(decoded, weights, entry, is_ignored, in_scheme)
+    in_scheme = isinstance(choice, SourceChoice) or _all_in_scheme(weights.values(), of_layers)
+    items, layers = sort_tensors(decoded, weights, entry, choice.is_unquantized, in_scheme)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
     if options.transforms is not None:
         apply_transforms(items, layers, options.transforms)
 
-    cache_notes: list[str] = []
-    if options.fp8_kv_cache:
-        attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
-        cache_notes = add_scales(items, decoded, attentions, options.calibration)
+    cache_notes = _add_cache_scales(items, decoded, entry, options)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
 
     # Decide.
-    decisions, scheme_notes = _assign_layers(
-        entry, scheme, schemes, options, items, layers, config, stored, keeps, keeps_choice=in_scheme
-    )
+    fused = entry.fused_groups(layers)
+    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
+    keeps = isinstance(choice, SourceChoice)
+    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps)
+    limits = EngineLimits(decisions, entry, config, options, choice.is_decided)
+    decisions, scheme_notes = _assign_layers(limits, choice, in_scheme)
 
     # Describe.
-    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.iter_decisions())
+    formats = ((layer, chosen.scheme and chosen.scheme.format) for layer, chosen in decisions.iter_decisions())
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = [
@@ -290,6 +300,23 @@ def make_plan(
         source_notes=about_source,
         identity=identity,
     )
+
+
+def _all_in_scheme(weights: Collection[Weight], schemes: Iterable[Scheme]) -> bool:
+    """Return whether a source is quantized, and all its weights are stored as one of some schemes does."""
+    formats = [scheme.format for scheme in schemes]
+    return bool(weights) and all(any(map(weight.is_stored_as, formats)) for weight in weights)
+
+
+def _add_cache_scales(
+    items: dict[str, list[Item]], decoded: Checkpoint, entry: ModuleRules, options: PlanOptions
+) -> list[str]:
+    """Add scales of an FP8 KV cache to the tensors, if options ask for one; with notes."""
+    if not options.fp8_kv_cache:
+        return []
+    modules = (info.module for info in decoded.tensors.values())
+    attentions = find_cached_attentions(modules, entry, text_config(decoded, entry.model))
+    return add_scales(items, decoded, attentions, options.calibration)
 
 
 def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleRules) -> tuple[str, ...]:
@@ -313,44 +340,21 @@ def _add_tables(model: Architecture, decoded: Checkpoint, scheme: Scheme, option
     return model
 
 
-def _assign_layers(
-    entry: ModuleRules,
-    scheme: Scheme,
-    schemes: Sequence[Scheme],
-    options: PlanOptions,
-    items: dict[str, list[Item]],
-    layers: dict[str, Weight],
-    config: dict[str, Any],
-    stored: StoredLayout | None,
-    keeps: Mapping[Format, Scheme] | None,
-    keeps_choice: bool,
-) -> tuple[Decisions, list[str]]:
+def _assign_layers(limits: EngineLimits, choice: LayerChoice, in_scheme: bool) -> tuple[Decisions, list[str]]:
     """Decide the scheme of each layer, and refuse what no engine loads; with notes."""
-    fused = entry.fused_groups(layers)
-    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
-
-    if stored:
-        requested = schemes_of_output(stored, layers)
-    elif keeps is not None:
-        requested = schemes_of_source(keeps, scheme, layers)
-    else:
-        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
-
-    asked = not stored and keeps is None
-    unquantized = {module for module, layer in layers.items() if asked and keeps_choice and layer.format is None}
-    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
-    find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
-    overrides, scheme_notes = assign_schemes(
-        entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
-    )
+    decisions = limits.decisions
+    requested = choice.request(decisions)
+    unquantized: set[str] = set()
+    if in_scheme and not choice.is_decided:
+        unquantized = {module for module, layer in decisions.layers.items() if layer.format is None}
+    overrides, scheme_notes = assign_schemes(limits, requested, unquantized)
     decisions = replace(decisions, overrides=overrides)
 
-    if keeps is not None:
-        refuse_changes(decisions, keeps)
-    refuse_experts(entry, decisions)
+    if isinstance(choice, SourceChoice):
+        refuse_changes(decisions, choice.by_format)
+    refuse_experts(limits.entry, decisions)
     refuse_embedding_schemes(decisions)
-    refuse_nameless(entry, decisions)
+    refuse_nameless(limits.entry, decisions)
     return decisions, scheme_notes
 
 
@@ -367,9 +371,11 @@ def output_config(plan: Plan) -> dict[str, Any]:
         The content of the source's config.json, with the plan's quantization_config in place of its own, or none; and
         the other keys that the entry says an output has (Architecture.extra_config).
     """
-    quantization = {"quantization_config": plan.quantization_config} if plan.quantization_config else {}
-    extra = plan.model.extra_config(plan.scheme.name if plan.scheme else None, plan.decoded.config)
-    return {**plan.decoded.config, **extra, **quantization}
+    extra = plan.model.extra_config(plan.scheme and plan.scheme.name, plan.decoded.config)
+    config = {**plan.decoded.config, **extra}
+    if plan.quantization_config:
+        config["quantization_config"] = plan.quantization_config
+    return config
 
 
 def ignored_layers(plan: Plan) -> list[str]:
@@ -382,7 +388,9 @@ def ignored_layers(plan: Plan) -> list[str]:
         Names of unquantized modules, under every name that engines look up, and regular expressions ("re:..."); empty
         without a scheme.
     """
-    return [] if plan.scheme is None else list(plan.quantization_config[plan.scheme.ignored_keys[0]])
+    if plan.scheme is None:
+        return []
+    return list(plan.quantization_config[plan.scheme.ignored_keys[0]])
 
 
 def has_fp8_cache(plan: Plan) -> bool:
@@ -392,7 +400,9 @@ def has_fp8_cache(plan: Plan) -> bool:
 
 def required_package(plan: Plan) -> str | None:
     """Return the package that transformers needs to load a plan's output, "compressed-tensors"; None if none."""
-    return _COMPRESSED_TENSORS if plan.quantization_config.get("quant_method") == _COMPRESSED_TENSORS else None
+    if plan.quantization_config.get("quant_method") != _COMPRESSED_TENSORS:
+        return None
+    return _COMPRESSED_TENSORS
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
@@ -561,7 +571,7 @@ def make_kept_plan(
             "scales of groups are the source's bytes"
         )
 
-    plan = make_plan(checkpoint, scheme, options, identity, architecture, keeps=keeps)
+    plan = make_plan(checkpoint, scheme, options, identity, architecture, SourceChoice(options, keeps))
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -601,7 +611,7 @@ def _keeps(scheme: Scheme, weight: Weight, formats: set[Format], inputs: Activat
 
 def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
     """Return what must be equal of how activations are quantized; what shares a dynamic scale may differ."""
-    return None if inputs is None else (inputs.number, inputs.static, inputs.has_global_scale)
+    return inputs and (inputs.number, inputs.static, inputs.has_global_scale)
 
 
 def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> str:
@@ -609,8 +619,16 @@ def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> s
     fmt = weight.format
     scale = weight.scale
     assert fmt is not None
-    order = ", inputs in any order (act-order)" if fmt.columns and fmt.columns.act_order else ""
-    ranks = ", stored per tensor-parallel rank" if weight.rank_rows is not None else ""
-    activations = "activations as they are" if inputs is None else f"{inputs.number.title} activations"
-    dtype = f", {scale.dtype} scales" if scale is not None else ""
-    return f"{fmt.number.title} with {fmt.label}{dtype}{order}{ranks}, {activations}"
+
+    parts = [f"{fmt.number.title} with {fmt.label}"]
+    if scale is not None:
+        parts.append(f"{scale.dtype} scales")
+    if fmt.columns and fmt.columns.act_order:
+        parts.append("inputs in any order (act-order)")
+    if weight.rank_rows is not None:
+        parts.append("stored per tensor-parallel rank")
+    if inputs is None:
+        parts.append("activations as they are")
+    else:
+        parts.append(f"{inputs.number.title} activations")
+    return ", ".join(parts)

@@ -1,14 +1,13 @@
 """The registry's data: one entry for each architecture, put together from parts.
 
-architecture    the types: an Architecture says what to quantize, fuse and divide, and where engines differ
-parts           attention, gated, routed, wrapped...: parts of a decoder layer, with how engines fuse and divide them
-dense, fused, experts, latent, hybrid, mixed, multimodal    the entries, by kind
-smoothing       smoothing rules: norms or projections whose channels can be rescaled, and the layers that read them
-class_tensors   the tensors that each class has, with sizes in terms of config.json (written by tools/class_tensors.py)
-rules           ModuleRules: what an entry says of each module of a checkpoint
+architecture    the types: an Architecture says what to quantize, fuse and divide, and where engines differ;
+                ModuleRules is what it says of each module, and ClassTensors which tensors a class has
+parts           attention, gated_mlp, routed_experts, wrap...: parts of a decoder layer, with how engines fuse and
+                divide them; smoothing rules; how vLLM builds embeddings
+dense, fused, experts, latent, hybrid, multimodal    the entries, by kind
 
-A router of experts stays bfloat16 by a `Keep` with the reason ROUTER (parts.routed, or an entry's `keep`). What is in
-architecture.NEVER_QUANTIZED stays even if the source has it quantized; plan/sort.py applies both.
+A router of experts stays bfloat16 by a `Keep` with the reason ROUTER (parts.routed_experts, or an entry's `keep`). What
+is in architecture.NEVER_QUANTIZED stays even if the source has it quantized; plan/architecture.py applies both.
 
 The entry of a model that resembles another is one line (docs/adding-an-architecture.md):
 

@@ -4,13 +4,42 @@ Patterns (see patterns.py) name modules as the checkpoint names them: tensor nam
 begins with a dot continues the entry's `layers` pattern, which matches one decoder layer. Every tensor of two or more
 axes must match exactly one pattern of compress, experts and keep; all other tensors are copied. Facts about an engine
 name the file they were read from, of the version in version.py.
+
+ModuleRules is what an entry says of each module of a checkpoint. Modules whose names differ in numbers only have the
+same rule, which is looked up once.
+
+    ModuleRules(MODELS["Qwen3ForCausalLM"]).rule("model.layers.0.mlp.up_proj").compress    # True
+
+ClassTensors are the tensors that a class has, with sizes in terms of config.json. tools/class_tensors.py writes
+class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCausalLM,
+
+    "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
+    "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
+    "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}, {}]}: a LayerList
+    "some":     {"talker": [["enable_audio_output", true]]}: parts of which a tensor must be there, if ..
+    "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
+    "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
+    "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say
+    "aliases":  {"num_experts": "num_local_experts"}: other names of keys
+    "built":    true: whether transformers builds all of it
+
+A size is a sum of products of keys and numbers, where "#key" is the length of a key's list, or "?1": one that no key
+says, which is the same wherever it stands. A number in a name is `*` where config.json counts it.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..patterns import MAX_DIGITS, compile_any, compile_pattern, template
 
 
 @dataclass(frozen=True)
@@ -84,7 +113,9 @@ class ExpertLayout:
     @property
     def place(self) -> str:
         """Pattern of the module that holds the stacked tensors."""
-        return self.path.rsplit(".", 1)[0] if self.beside else self.path
+        if self.beside:
+            return self.path.rsplit(".", 1)[0]
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -445,7 +476,9 @@ def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
         return "", rest
     number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
     rest = rest.removeprefix(number)
-    return (number, rest.removeprefix(tail)) if number and rest.startswith(tail) else None
+    if not number or not rest.startswith(tail):
+        return None
+    return number, rest.removeprefix(tail)
 
 
 def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
@@ -501,3 +534,331 @@ MTP_LAYER = "MTP layer"
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
 # Never quantized, even if the source has them so: engines build most routers without quantization.
 NEVER_QUANTIZED = (*NOT_LINEAR, ROUTER)
+
+
+# Base classes have it without "model." or the like.
+_EMBEDDINGS = compile_any([EMBEDDING.pattern, "{embed_tokens,language_model.embed_tokens,text_model.embed_tokens}"])
+
+
+class ModuleRule(NamedTuple):
+    """What an entry says of a module.
+
+    Attributes:
+        name_template: the module's name with `*` for its numbers, "model.layers.*.mlp.up_proj".
+        patterns: how many patterns of compress, experts and keep match it; 1 if the entry is right.
+        compress: whether it may be quantized.
+        stack: for a tensor of stacked experts: its layout and which of the layout's stacks it is; None for others.
+        keep: why it is not quantized; None if it may be.
+        fused: pattern of the layers that engines fuse it with; None if they do not.
+        fused_depth: how many segments of its name follow the module that holds the fused layer: 1, or 2 for
+            "indexer.index_qk_proj" fused with q_proj; 1 if it is not fused.
+        expert_depth: how many segments of its name follow the path of its experts: 2 in
+            "model.layers.0.mlp.experts.7.w1"; 0 if it does not belong to an expert.
+        split: how tensor-parallel ranks divide it; None if they do not.
+        fused_names: last segments of the engines' names for the fused layer, which the ignore list has too.
+        vllm_segment: last segment of the name that vLLM looks up in place of the module's own; None for its own.
+        reordered: whether an engine reorders its rows at load.
+        nameless: whether vLLM builds it without a name.
+        plain: whether SGLang builds it in bfloat16.
+        unpacked: whether SGLang accepts no packed codes of it.
+        divided: whether each tensor-parallel rank holds a part of it rather than a copy.
+    """
+
+    name_template: str
+    patterns: int
+    compress: bool
+    stack: tuple[ExpertLayout, StackedExperts] | None
+    keep: str | None
+    fused: str | None
+    fused_depth: int
+    expert_depth: int
+    split: ParallelSplit | None
+    fused_names: tuple[str, ...]
+    vllm_segment: str | None
+    reordered: bool
+    nameless: bool
+    plain: bool
+    unpacked: bool
+    divided: bool
+
+
+class ModuleRules:
+    """The rules of an entry for modules, with its patterns compiled and results cached.
+
+    Args:
+        model: the entry.
+    """
+
+    def __init__(self, model: Architecture) -> None:
+        self.model = model
+        self._compress = compile_any(absolute_patterns(model, model.compress))
+        self._reordered = compile_any(absolute_patterns(model, model.reordered))
+        self._nameless = compile_any(absolute_patterns(model, model.nameless))
+        self._plain = compile_any(absolute_patterns(model, model.sglang.plain))
+        self._unpacked = compile_any(absolute_patterns(model, model.sglang.unpacked))
+
+        stacks = [(experts, stacked) for experts in model.experts for stacked in experts.stacked]
+        stack_patterns = [f"{experts.place}.{stacked.name}" for experts, stacked in stacks]
+        self._stacks = list(zip(_compile_all(model, stack_patterns), stacks, strict=True))
+        self._keeps = list(zip(_compile_all(model, (keep.pattern for keep in model.keep)), model.keep, strict=True))
+
+        fused_patterns = [fused.pattern for fused in model.fused]
+        self._fused = list(
+            zip(
+                _compile_all(model, fused_patterns),
+                _compile_all(model, map(_fused_parent, fused_patterns)),
+                model.fused,
+                strict=True,
+            )
+        )
+
+        self._splits = list(
+            zip(_compile_all(model, (split.pattern for split in model.splits)), model.splits, strict=True)
+        )
+        self._experts = _compile_all(model, (experts.path for experts in model.experts))
+
+        # By the template of the parent, then by the last segment. Neighbours in a checkpoint have the same parent.
+        self._families: dict[str, dict[str, ModuleRule]] = {}
+        self._parent = ""
+        self._siblings = self._families.setdefault("", {})
+
+    def rule(self, module: str) -> ModuleRule:
+        """Return the rule of a module."""
+        parent, _, last = module.rpartition(".")
+        if parent != self._parent:
+            self._parent = parent
+            self._siblings = self._families.setdefault(template(parent), {})
+        rule = self._siblings.get(last)
+        if rule is None:
+            is_number = parent and last.isdecimal() and len(last) <= MAX_DIGITS
+            rule = (self._siblings.get("*") if is_number else None) or self._find_rule(module)
+            self._siblings["*" if is_number else last] = rule
+        return rule
+
+    def _find_rule(self, module: str) -> ModuleRule:
+        compress = self._compress.fullmatch(module) is not None
+        stacks = [stack for pattern, stack in self._stacks if pattern.fullmatch(module)]
+        keeps = [keep for pattern, keep in self._keeps if pattern.fullmatch(module)]
+        fused = [(parent, layers) for pattern, parent, layers in self._fused if pattern.fullmatch(module)]
+
+        # vLLM looks up stacks that are siblings of the experts' module by that module's name.
+        vllm_segments = [layers.listed_as for _, layers in fused]
+        vllm_segments += [experts.path.rpartition(".")[2] for experts, _ in stacks if experts.beside]
+        split = next((split for pattern, split in self._splits if pattern.fullmatch(module)), None)
+
+        return ModuleRule(
+            name_template=template(module),
+            patterns=compress + len(stacks) + len(keeps),
+            compress=compress,
+            stack=stacks[0] if stacks else None,
+            keep=keeps[0].why if keeps else None,
+            fused=fused[0][1].pattern if fused else None,
+            fused_depth=_depth_below(module, [fused[0][0]]) if fused else 1,
+            expert_depth=_depth_below(module, self._experts),
+            split=split,
+            fused_names=tuple(dict.fromkeys(name for _, layers in fused for name in layers.names)),
+            vllm_segment=next(filter(None, vllm_segments), None),
+            reordered=self._reordered.fullmatch(module) is not None,
+            nameless=self._nameless.fullmatch(module) is not None,
+            plain=self._plain.fullmatch(module) is not None,
+            unpacked=self._unpacked.fullmatch(module) is not None,
+            divided=split is not None or is_table(module) or any(keep.divided for keep in keeps),
+        )
+
+    def experts(self, module: str) -> str | None:
+        """Return the path of the experts that a module belongs to, "model.layers.0.mlp.experts"; None if none."""
+        depth = self.rule(module).expert_depth
+        if depth == 0:
+            return None
+        return module.rsplit(".", depth)[0]
+
+    def vllm_name(self, module: str) -> str:
+        """Return the name by which vLLM looks a module up: its own, that of the layer it is fused into, or for stacked
+        experts that lie beside the experts' module, that of this module.
+        """
+        rule = self.rule(module)
+        if rule.vllm_segment is None:
+            return module
+        return f"{module.rsplit('.', rule.fused_depth)[0]}.{rule.vllm_segment}"
+
+    def fused_groups(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Group modules that engines fuse.
+
+        Args:
+            modules: names of the modules that exist.
+
+        Returns:
+            For each module that engines fuse with others, all existing members of its group, itself included, in the
+            order given.
+        """
+        # By pattern and parent.
+        groups: dict[tuple[str, str], tuple[str, ...]] = {}
+        for module in modules:
+            rule = self.rule(module)
+            if rule.fused is not None:
+                key = rule.fused, module.rsplit(".", rule.fused_depth)[0]
+                groups[key] = (*groups.get(key, ()), module)
+        return {module: members for members in groups.values() for module in members}
+
+    def engine_names(self, modules: Iterable[str]) -> list[str]:
+        """Return the names of modules and of the layers they are fused into, each in every engine's spelling."""
+        names: dict[str, None] = {}
+        for module in modules:
+            names[module] = None
+            rule = self.rule(module)
+            for segment in rule.fused_names:
+                names[f"{module.rsplit('.', rule.fused_depth)[0]}.{segment}"] = None
+        return list(dict.fromkeys(itertools.chain(names, *map(self.model.names_of, names))))
+
+
+def _compile_all(model: Architecture, patterns: Iterable[str]) -> list[re.Pattern[str]]:
+    return [compile_pattern(pattern) for pattern in absolute_patterns(model, patterns)]
+
+
+def _fused_parent(pattern: str) -> str:
+    """What stands before a pattern's last alternatives: ".self_attn" of ".self_attn.{q,k,v}_proj"."""
+    return pattern[: pattern.rindex("{")].rpartition(".")[0]
+
+
+def _depth_below(module: str, parents: Iterable[re.Pattern[str]]) -> int:
+    """How many segments of a module's name follow the longest prefix that a parent matches; 0 if none does."""
+    segments = module.split(".")
+    for depth in range(1, len(segments)):
+        prefix = ".".join(segments[:-depth])
+        if any(pattern.fullmatch(prefix) for pattern in parents):
+            return depth
+    return 0
+
+
+def is_head(module: str) -> bool:
+    """Return whether a module is an output head.
+
+    Args:
+        module: full name of the module: "lm_head".
+    """
+    return compile_pattern(HEAD.pattern).fullmatch(module) is not None
+
+
+def is_embedding(module: str) -> bool:
+    """Return whether a module is an input embedding.
+
+    Args:
+        module: full name of the module: "model.embed_tokens".
+    """
+    return _EMBEDDINGS.fullmatch(module) is not None
+
+
+def is_table(module: str) -> bool:
+    """Return whether a module is an output head or an input embedding, which have a row for each token.
+
+    Args:
+        module: full name of the module: "lm_head".
+    """
+    return is_head(module) or is_embedding(module)
+
+
+# A size that is not compared.
+ANY = "*"
+PATH = Path(__file__).with_name("class_tensors.jsonl")
+# The package may lie in an archive, as on the page that plans in a browser.
+_FILE = files(__package__) / PATH.name
+
+
+class TensorRule(NamedTuple):
+    """What a class says of the tensors with one name template.
+
+    Attributes:
+        shape: the size of each axis.
+        repeats: how many there are, of experts and the like; None if there is one.
+        conditions: keys of config.json, each with the truth that it must have for the tensor to be there.
+    """
+
+    shape: tuple[str, ...]
+    repeats: str | None
+    conditions: tuple[tuple[str, bool], ...]
+
+
+class LayerList(NamedTuple):
+    """A list of layers.
+
+    Attributes:
+        length: the size that counts its layers.
+        kinds: for each kind of layer, its tensors by their names below the layer.
+        choices: for children of a layer, such as "mlp", a key that says something of each layer, and the places in
+            `kinds` of those that each value goes with. "layer_types" is a list with a value for each layer,
+            "moe_layers@1" one of the numbers of some, from 1 on, "dense_layers<" the number of those that come first,
+            and "frequency%" the distance between some.
+        occurrences: for tensors that not all layers have, the size that counts the layers that do.
+    """
+
+    length: str
+    kinds: tuple[dict[str, TensorRule], ...]
+    choices: dict[str, tuple[str, dict[str, list[int]]]]
+    occurrences: dict[str, str]
+
+
+class ClassTensors(NamedTuple):
+    """The tensors of a class.
+
+    Attributes:
+        name: the class.
+        outside: tensors outside of all lists, by name.
+        lists: lists of layers, by the prefix of their names: "model.layers".
+        some: prefixes below which there must be tensors that are not known by name, each with its conditions.
+        defaults: the truth of keys that config.json need not say.
+        parts: the model types of the parts of config.json, which may be other models, by the part's key.
+        derived: sizes of keys that config.json need not say.
+        aliases: other names of keys.
+        is_built: whether transformers builds the class. If not, some of its tensors are only known by name.
+    """
+
+    name: str
+    outside: dict[str, TensorRule]
+    lists: dict[str, LayerList]
+    some: dict[str, tuple[tuple[str, bool], ...]]
+    defaults: dict[str, bool]
+    parts: dict[str, str]
+    derived: dict[str, str]
+    aliases: dict[str, str]
+    is_built: bool
+
+
+@cache
+def find_class_tensors(name: str) -> ClassTensors | None:
+    """Return the tensors of a class; None if the file has none of that name."""
+    start = f'{{"class":"{name}",'
+    # The file has all classes, and only one of its lines is parsed.
+    with _FILE.open(encoding="utf-8") as file:
+        line = next((line for line in file if line.startswith(start)), None)
+    if line is None:
+        return None
+    data = json.loads(line)
+    sizes: list[str] = data["sizes"]
+
+    def rules(entries: dict[str, Any]) -> dict[str, TensorRule]:
+        return {
+            name: TensorRule(
+                tuple(sizes[size] for size in shape),
+                None if repeats is None else sizes[repeats],
+                tuple((key, truth) for key, truth in conditions),
+            )
+            for name, (shape, repeats, conditions) in entries.items()
+        }
+
+    lists = {
+        prefix: LayerList(
+            sizes[length], tuple(map(rules, kinds)), choices, {name: sizes[count] for name, count in counts.items()}
+        )
+        for prefix, (length, kinds, choices, counts) in data["lists"].items()
+    }
+    return ClassTensors(
+        name,
+        rules(data["outside"]),
+        lists,
+        some={prefix: tuple(map(tuple, conditions)) for prefix, conditions in data["some"].items()},
+        defaults=data["defaults"],
+        parts=data["parts"],
+        derived=data["derived"],
+        aliases=data["aliases"],
+        is_built=data["built"],
+    )

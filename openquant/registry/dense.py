@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import smoothing
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -21,9 +20,14 @@ from .architecture import (
 from .parts import (
     ATTENTION,
     BUILT_UNQUANTIZED,
+    DENSE_SMOOTHING,
     FORMATS,
     FUSED_NAMES,
     GATE_UP_TENSOR,
+    GEMMA2_SMOOTHING,
+    GEMMA3_SMOOTHING,
+    GEMMA_SMOOTHING,
+    GLM_SMOOTHING,
     HEAD_IN_BFLOAT16,
     HEADS,
     IF_ENABLED,
@@ -34,13 +38,14 @@ from .parts import (
     NO_SCALES,
     ONES_TAKEN,
     PATTERN,
+    PHI3_SMOOTHING,
     PLAIN_ATTENTION,
     SCALES_LOST,
     SEVERAL_CACHES,
     STREAMS,
     LayerPart,
     attention,
-    gated,
+    gated_mlp,
     model,
     plain,
 )
@@ -62,16 +67,16 @@ WINDOWS = {
 
 # Where they are not those of Llama.
 SMOOTHING = {
-    "Gemma": smoothing.GEMMA,
-    "Gemma2": smoothing.GEMMA2,
-    "Gemma3": smoothing.GEMMA3,
+    "Gemma": GEMMA_SMOOTHING,
+    "Gemma2": GEMMA2_SMOOTHING,
+    "Gemma3": GEMMA3_SMOOTHING,
     # Norms follow the layers, or attention and MLP read the same norm.
     **dict.fromkeys(("Exaone4", "Olmo2", "Olmo3", "PanguEmbedded", "Rnj1", "VaultGemma", "Cohere", "Cohere2"), ()),
     # It clips queries, keys and values.
     "Olmo": (),
 }
 
-LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST, smoothing=smoothing.DENSE)
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST, smoothing=DENSE_SMOOTHING)
 DENSE = replace(LLAMA, sglang=SGLangLimits())
 
 # Qwen2 with an MTP layer under a name of its own. vLLM models/mimo_mtp.py:115 builds it as the layer after the last,
@@ -106,10 +111,10 @@ PHI3 = model(
     GATE_UP_TENSOR,
     renames=FUSED_NAMES,
     sglang=SCALES_LOST,
-    smoothing=smoothing.PHI3,
+    smoothing=PHI3_SMOOTHING,
 )
 
-GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:], smoothing=smoothing.GLM)
+GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:], smoothing=GLM_SMOOTHING)
 
 ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 
@@ -117,7 +122,7 @@ ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 STABLELM = model(
     "StableLmForCausalLM",
     attention(listed_as="qkv_proj"),
-    gated(".mlp", listed_as="gate_up_proj"),
+    gated_mlp(".mlp", listed_as="gate_up_proj"),
     sglang=PLAIN_ATTENTION,
 )
 
@@ -134,7 +139,7 @@ GEMMA4 = model(
     ),
     MLP,
     replace(
-        gated(".experts.*", sglang=None),
+        gated_mlp(".experts.*", sglang=None),
         experts=(
             ExpertLayout(
                 ".experts",
@@ -250,7 +255,7 @@ GPT_J = model(
 EXAONE = model(
     "ExaoneForCausalLM",
     attention("out_proj", path=".attn.attention"),
-    gated(".mlp", "c_fc_0", "c_fc_1", "c_proj"),
+    gated_mlp(".mlp", "c_fc_0", "c_fc_1", "c_proj"),
     layers="transformer.h.*",
     keep=(Keep("transformer.wte", "embedding", divided=True),),
     spellings=(("transformer.", "model."),),
@@ -292,7 +297,7 @@ IQUEST_LOOP = model(
         attention(listed_as="qkv_proj"),
         cached=(CachedRows(".self_attn.{k,v}_proj", KV_HEADS, passes=("loop_num",), later_window="loop_window_size"),),
     ),
-    gated(".mlp", listed_as="gate_up_proj"),
+    gated_mlp(".mlp", listed_as="gate_up_proj"),
     keep=(Keep("model.gate_projections.*", "gates of a row per head", divided=True),),
     # :311
     spellings=(("model.gate_projections.*", "model.gate_projections.*.gate_proj"),),
@@ -330,7 +335,7 @@ ENTRIES = (
     MIMO,
     PHI3,
     GLM4,
-    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR, smoothing=smoothing.GLM),
+    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR, smoothing=GLM_SMOOTHING),
     ARCEE,
     replace(ARCEE, name="ApertusForCausalLM"),
     *(replace(ARCEE, name=f"{name}ForCausalLM", sglang=NO_GROUPS) for name in ("Nemotron", "Jais2")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from . import smoothing
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -24,26 +23,29 @@ from .parts import (
     HEAD_IN_BFLOAT16,
     HEADS,
     IF_ENABLED,
+    MIXTRAL_SMOOTHING,
     MLP,
     NO_CACHE,
     NO_SCALES,
     PATTERN,
+    QWEN2_MOE_SMOOTHING,
+    QWEN3_MOE_SMOOTHING,
     SCALES_LOST,
     LayerPart,
     attention,
-    gated,
+    gated_mlp,
     model,
-    routed,
+    routed_experts,
 )
 
 MIXTRAL = model(
     "MixtralForCausalLM",
     ATTENTION,
-    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    routed_experts(".block_sparse_moe.experts", "w1", "w3", "w2"),
     # SGLang models/mixtral.py:303.
     spellings=(("model.layers.", "layers."),),
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16),
-    smoothing=smoothing.MIXTRAL,
+    smoothing=MIXTRAL_SMOOTHING,
 )
 
 # vLLM models/phimoe.py; SGLang models/phimoe.py.
@@ -56,9 +58,9 @@ PHI_MOE = replace(
     sglang=SGLangLimits(),
 )
 
-SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
-SHARED_EXPERTS = gated(".mlp.shared_experts")
-ROUTED = routed(".mlp.experts")
+SHARED_EXPERT = replace(gated_mlp(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
+SHARED_EXPERTS = gated_mlp(".mlp.shared_experts")
+ROUTED = routed_experts(".mlp.experts")
 
 QWEN2_MOE = model(
     "Qwen2MoeForCausalLM",
@@ -67,7 +69,7 @@ QWEN2_MOE = model(
     SHARED_EXPERT,
     ROUTED,
     windows=IF_ENABLED,
-    smoothing=smoothing.QWEN2_MOE,
+    smoothing=QWEN2_MOE_SMOOTHING,
 )
 
 QWEN3_MOE = model(
@@ -75,16 +77,16 @@ QWEN3_MOE = model(
     ATTENTION,
     # qwen3_moe.py:575 is meant to map gate_up_proj to its members if mlp_only_layers is not empty, but the built
     # engine's quant_config never has that entry.
-    gated(".mlp", listed_as="gate_up_proj"),
+    gated_mlp(".mlp", listed_as="gate_up_proj"),
     # vLLM models/qwen3_moe.py:170 builds the router with quant_config, so the router must be in the ignore list.
     ROUTED,
     windows=IF_ENABLED,
-    smoothing=smoothing.QWEN3_MOE,
+    smoothing=QWEN3_MOE_SMOOTHING,
 )
 
 # Stacked experts [E, 2I, H] and [E, H, I] are siblings of the module in which vLLM has them; split ones have the usual
 # names in it (vLLM models/granitemoehybrid.py:409, models/granitemoe.py:305).
-GRANITE_EXPERTS = routed(
+GRANITE_EXPERTS = routed_experts(
     ".block_sparse_moe.experts",
     experts=ExpertLayout(
         ".block_sparse_moe.experts",
@@ -113,7 +115,7 @@ GRANITE_MOE_SHARED = model(
 GRANITE_MOE_SWA = model(
     "GraniteMoeSWAForCausalLM",
     ATTENTION,
-    routed(
+    routed_experts(
         ".block_sparse_moe.experts",
         experts=ExpertLayout(
             ".block_sparse_moe.experts",
@@ -134,8 +136,8 @@ HUNYUAN_MOE = model(
     "HunYuanMoEV1ForCausalLM",
     ATTENTION,
     MLP,
-    gated(".mlp.shared_mlp"),
-    routed(".mlp.experts", router=".mlp.gate.wg"),
+    gated_mlp(".mlp.shared_mlp"),
+    routed_experts(".mlp.experts", router=".mlp.gate.wg"),
     # Not as close as the others.
     transformers_reads_blocks=False,
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS),
@@ -170,7 +172,7 @@ ERNIE_MOE = model(
 )
 
 # vLLM models/glm4_moe_mtp.py and deepseek_mtp.py, which build the MTP layers, have no packed_modules_mapping.
-DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
+DRAFTED_MLPS = tuple(gated_mlp(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
 GLM4_MOE = model(
     "Glm4MoeForCausalLM",
     attention(listed_as="qkv_proj"),
@@ -185,8 +187,8 @@ GLM4_MOE = model(
 HY_V3 = model(
     "HYV3ForCausalLM",
     attention(listed_as="qkv_proj"),
-    *(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_mlp")),
-    routed(".mlp.experts", router=".mlp.router.gate"),
+    *(gated_mlp(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_mlp")),
+    routed_experts(".mlp.experts", router=".mlp.router.gate"),
     draft_layers="num_hidden_layers",
 )
 
@@ -198,7 +200,7 @@ AFMOE = model(
     LayerPart((".self_attn.gate_proj",), splits=(ParallelSplit(".self_attn.gate_proj", "out", HEADS),)),
     MLP,
     SHARED_EXPERTS,
-    routed(".mlp.experts", router=".mlp.router.gate"),
+    routed_experts(".mlp.experts", router=".mlp.router.gate"),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
     # SGLang models/afmoe.py:285 computes with the experts' codes and passes no scale on.
@@ -225,7 +227,7 @@ LAGUNA = model(
     "LagunaForCausalLM",
     ATTENTION,
     MLP,
-    gated(".mlp.shared_expert"),
+    gated_mlp(".mlp.shared_expert"),
     ROUTED,
     keep=(Keep(".self_attn.g_proj", "a gate for each head", divided=True),),
 )
@@ -241,7 +243,7 @@ GPT_OSS = model(
 )
 
 # The Hub's files have stacks [E, 2I, H] and [E, H, I]; transformers saves a module for each expert.
-STACKED_EXPERTS = routed(
+STACKED_EXPERTS = routed_experts(
     ".mlp.experts",
     experts=ExpertLayout(
         ".mlp.experts",
@@ -257,9 +259,9 @@ STACKED_EXPERTS = routed(
 LLAMA4 = model(
     "Llama4ForCausalLM",
     ATTENTION,
-    gated(".feed_forward"),
-    gated(".feed_forward.shared_expert"),
-    routed(
+    gated_mlp(".feed_forward"),
+    gated_mlp(".feed_forward.shared_expert"),
+    routed_experts(
         ".feed_forward.experts",
         experts=ExpertLayout(
             ".feed_forward.experts",

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 from .architecture import TOWER, CachedRows, FusedLayers, Keep, ParallelSplit, Refusal, SGLangLimits
 from .experts import ROUTED, SHARED_EXPERTS
-from .parts import BUILT_UNQUANTIZED, HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, LayerPart, gated, model
+from .parts import (
+    BUILT_UNQUANTIZED,
+    HEADS,
+    KV_HEADS,
+    NAMELESS_CACHE,
+    NO_GROUPS,
+    ONES_TAKEN,
+    LayerPart,
+    gated_mlp,
+    model,
+)
 
 MLP = LayerPart(
     (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
@@ -97,7 +107,7 @@ INTERNLM2 = model(
         splits=(ParallelSplit(".attention.wqkv", "out", parts=QKV), ParallelSplit(".attention.wo", "in", HEADS)),
         cached=(CachedRows(".attention.wqkv", KV_HEADS),),
     ),
-    gated(".feed_forward", "w1", "w3", "w2"),
+    gated_mlp(".feed_forward", "w1", "w3", "w2"),
     keep=(
         Keep("model.tok_embeddings", "embedding", divided=True),
         Keep("output", "output head", divided=True),
@@ -164,7 +174,7 @@ BAILING_MOE_V2 = model(
         ),
         cached=(CachedRows(".attention.query_key_value", KV_HEADS),),
     ),
-    gated(".mlp"),
+    gated_mlp(".mlp"),
     SHARED_EXPERTS,
     ROUTED,
     keep=(Keep("model.word_embeddings", "embedding", divided=True),),
@@ -222,7 +232,7 @@ TELECHAT2 = model(
         ),
         cached=(CachedRows(".self_attention.key_value", KV_HEADS),),
     ),
-    gated(".mlp"),
+    gated_mlp(".mlp"),
     layers="transformer.h.*",
     keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
     renames=((".self_attention.dense", ".self_attention.o_proj"),),

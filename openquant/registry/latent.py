@@ -18,7 +18,7 @@ from .architecture import (
     SGLangLimits,
 )
 from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
-from .parts import BUILT_UNQUANTIZED, HEADS, MLP, STREAMS, LayerPart, gated, model, routed
+from .parts import BUILT_UNQUANTIZED, HEADS, MLP, STREAMS, LayerPart, gated_mlp, model, routed_experts
 
 
 # Latent attention (MLA). vLLM dequantizes kv_b_proj at load (layers/quantization/utils/quant_utils.py:511), so
@@ -106,8 +106,8 @@ DEEPSEEK_V4 = model(
     "DeepseekV4ForCausalLM",
     SHARED_KEYS,
     V4_DRAFTS,
-    gated(".ffn.shared_experts", "w1", "w3", "w2"),
-    routed(".ffn.experts", "w1", "w3", "w2", router=".ffn.gate{,.tid2eid}"),
+    gated_mlp(".ffn.shared_experts", "w1", "w3", "w2"),
+    routed_experts(".ffn.experts", "w1", "w3", "w2", router=".ffn.gate{,.tid2eid}"),
     layers="layers.*",
     keep=(
         Keep("embed", EMBEDDING.why, divided=True),
@@ -171,8 +171,8 @@ LONGCAT_DRAFT = "model.mtp.layers.0."
 LONGCAT = model(
     "LongcatFlashForCausalLM",
     latent(".self_attn.*"),
-    gated(".mlps.*"),
-    routed(".mlp.experts", router=".mlp.router.classifier"),
+    gated_mlp(".mlps.*"),
+    routed_experts(".mlp.experts", router=".mlp.router.classifier"),
     # vLLM models/longcat_flash_mtp.py, which has no packed_modules_mapping.
     LayerPart(
         (),

@@ -33,17 +33,17 @@ from .parts import (
     RENAMED,
     LayerPart,
     attention,
-    gated,
+    gated_mlp,
     model,
-    routed,
-    wrapped,
+    routed_experts,
+    wrap,
 )
 
 # vLLM builds such a tower with quant_config, as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
 # transformers 5 omits vision_model.
 TOWER = ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower.")
 LANGUAGE_MODEL = ("language_model.model.", "model.language_model.")
-GEMMA3_WRAPPED = wrapped(
+GEMMA3_WRAPPED = wrap(
     replace(LLAMA, windows=WINDOWS["Gemma3"]),
     "Gemma3ForConditionalGeneration",
     "vision_tower",
@@ -51,7 +51,7 @@ GEMMA3_WRAPPED = wrapped(
     spellings=(LANGUAGE_MODEL, TOWER),
 )
 # vLLM builds everything around the language model without quantization (models/gemma3n_mm.py:616-626).
-GEMMA3N_WRAPPED = wrapped(
+GEMMA3N_WRAPPED = wrap(
     GEMMA3N,
     "Gemma3nForConditionalGeneration",
     *("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
@@ -61,7 +61,7 @@ GEMMA3N_WRAPPED = wrapped(
     ),
 )
 # vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which block layers do not have.
-MISTRAL3_WRAPPED = wrapped(
+MISTRAL3_WRAPPED = wrap(
     LLAMA,
     "Mistral3ForConditionalGeneration",
     "vision_tower",
@@ -80,7 +80,7 @@ MISTRAL3_WRAPPED = wrapped(
 # Encoder and decoder share all weights but a scalar, and vLLM builds their layers under one name
 # (models/diffusion_gemma.py:156-164). It builds self-conditioning, which reads the previous step, without quantization
 # (:80-92).
-DIFFUSION_GEMMA = wrapped(
+DIFFUSION_GEMMA = wrap(
     GEMMA4,
     "DiffusionGemmaForBlockDiffusion",
     "encoder.vision_tower",
@@ -107,7 +107,7 @@ DIFFUSION_GEMMA = replace(
     ),
 )
 # Mistral 3 under other names (vLLM models/lightonocr.py:133).
-LIGHTON_OCR = wrapped(
+LIGHTON_OCR = wrap(
     LLAMA,
     "LightOnOCRForConditionalGeneration",
     "vision_encoder",
@@ -117,7 +117,7 @@ LIGHTON_OCR = wrapped(
 )
 # Older files use model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper accepts both.
 QWEN_VISION = "visual"
-QWEN2_VL = wrapped(
+QWEN2_VL = wrap(
     replace(LLAMA, windows=IF_ENABLED),
     "Qwen2VLForConditionalGeneration",
     QWEN_VISION,
@@ -126,9 +126,9 @@ QWEN2_VL = wrapped(
     spellings=(("visual.", "model.visual."),),
     sglang=replace(RENAMED, cache=NO_CACHE),
 )
-QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
+QWEN3_VL = wrap(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
 # Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
-QWEN3_VL_MOE = wrapped(
+QWEN3_VL_MOE = wrap(
     replace(
         QWEN3_MOE,
         experts=(
@@ -148,7 +148,7 @@ QWEN3_VL_MOE = wrapped(
 )
 
 # vLLM models/mllama4.py has no name mapper: it loads and looks up these names only.
-LLAMA4_WRAPPED = wrapped(
+LLAMA4_WRAPPED = wrap(
     LLAMA4,
     "Llama4ForConditionalGeneration",
     "vision_model",
@@ -171,7 +171,7 @@ LLAMA4_WRAPPED = wrapped(
 
 PROJECTED = ("vision_tower", "multi_modal_projector")
 # The language model may be any, dense or with experts: Qwen2, Qwen3, Llama (vLLM models/interns1.py:613).
-INTERNVL = wrapped(
+INTERNVL = wrap(
     QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
 )
 # vLLM fuses these in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
@@ -179,9 +179,9 @@ TOWER_QKV = FusedLayers(
     f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
 )
 CLIP = replace(LLAMA, fused=(*LLAMA.fused, TOWER_QKV))
-LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
+LLAVA = wrap(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
 # vLLM models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
-LFM2_VL = wrapped(
+LFM2_VL = wrap(
     replace(LFM2, fused=(*LFM2.fused, TOWER_QKV)),
     "Lfm2VlForConditionalGeneration",
     *PROJECTED,
@@ -191,7 +191,7 @@ LFM2_VL = wrapped(
         (Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)
     ),
 )
-IDEFICS3 = wrapped(
+IDEFICS3 = wrap(
     LLAMA,
     "Idefics3ForConditionalGeneration",
     "vision_model",
@@ -202,7 +202,7 @@ IDEFICS3 = wrapped(
 # vLLM has no members for gate_up_proj, which is one tensor in the language model (models/glm4_1v.py:1744), and uses
 # attention's name for the tower's qkv (models/glm_ocr.py:129).
 VISUAL = "{visual,model.visual}"
-GLM4V = wrapped(
+GLM4V = wrap(
     replace(
         GLM4,
         fused=(
@@ -218,9 +218,9 @@ GLM4V = wrapped(
 
 AUDIO = ("audio_tower", "multi_modal_projector")
 
-QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
+QWEN2_AUDIO = wrap(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
 # vLLM builds the tower without quantization (models/funasr.py), and has no packed_modules_mapping.
-FUN_ASR = wrapped(
+FUN_ASR = wrap(
     replace(LLAMA, fused=tuple(replace(fused, listed_as=fused.sglang) for fused in LLAMA.fused)),
     "FunASRForConditionalGeneration",
     "audio_encoder",
@@ -230,7 +230,7 @@ FUN_ASR = wrapped(
     # transformers has the class under other names (fun_asr_nano).
     transformers_reads_blocks=False,
 )
-PADDLE_OCR = wrapped(
+PADDLE_OCR = wrap(
     replace(
         LLAMA,
         # vLLM models/paddleocr_vl.py has no packed_modules_mapping.
@@ -242,7 +242,7 @@ PADDLE_OCR = wrapped(
     layers="model.layers.*",
 )
 # The language model may be any, dense or with experts, as in INTERNVL (vLLM models/internvl.py:615).
-QIANFAN = wrapped(
+QIANFAN = wrap(
     QWEN3_MOE,
     "QianfanOCRForConditionalGeneration",
     "vision_model",
@@ -254,7 +254,7 @@ QIANFAN = wrapped(
 # vLLM serves the thinker, without the talker (models/qwen3_omni_moe_thinker.py:1635), and builds the towers without
 # "thinker.".
 OMNI_TOWERS = ("visual", "audio_tower")
-QWEN2_5_OMNI = wrapped(
+QWEN2_5_OMNI = wrap(
     replace(LLAMA, fused=(*LLAMA.fused, FusedLayers("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
     "Qwen2_5OmniForConditionalGeneration",
     *(f"thinker.{tower}" for tower in OMNI_TOWERS),
@@ -265,7 +265,7 @@ QWEN2_5_OMNI = wrapped(
     towers=OMNI_TOWERS,
     transformers_reads_blocks=False,
 )
-QWEN3_OMNI = wrapped(
+QWEN3_OMNI = wrap(
     QWEN3_MOE,
     "Qwen3OmniMoeForConditionalGeneration",
     *(f"thinker.{tower}" for tower in OMNI_TOWERS),
@@ -282,7 +282,7 @@ QWEN3_OMNI = wrapped(
     transformers_reads_blocks=False,
 )
 # Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
-QWEN3_ASR = wrapped(
+QWEN3_ASR = wrap(
     LLAMA,
     "Qwen3ASRForConditionalGeneration",
     "thinker.audio_tower",
@@ -295,7 +295,7 @@ QWEN3_ASR = wrapped(
 # vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and its Whisper layers one level
 # deeper (models/whisper.py:524-538).
 MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
-MOSS = wrapped(
+MOSS = wrap(
     replace(LLAMA, fused=(*LLAMA.fused, FusedLayers(f"{MOSS_TOWER[0]}.self_attn.{{q,k,v}}_proj", "qkv_proj"))),
     "MossTranscribeDiarizeForConditionalGeneration",
     "whisper_encoder",
@@ -309,7 +309,7 @@ MOSS = wrapped(
     transformers_reads_blocks=False,
 )
 # vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
-HCX_VISION = wrapped(
+HCX_VISION = wrap(
     LLAMA,
     "HCXVisionV2ForCausalLM",
     *("vision_model", "mm_projector", "discrete_vision_model"),
@@ -321,7 +321,7 @@ HCX_VISION = wrapped(
 # q, k and v are one tensor, as are up and gate; vLLM gives them other names (models/molmo2.py:2305-2333). It builds all
 # layers of the language model without names (models/molmo2.py:894-950, 1018-1034).
 MOLMO2_TOWER = "model.vision_backbone"
-MOLMO2 = wrapped(
+MOLMO2 = wrap(
     model(
         "Molmo2ForConditionalGeneration",
         LayerPart(
@@ -362,13 +362,13 @@ MOLMO2 = wrapped(
 )
 # DeepSeek V2 with ordinary attention, which vLLM builds without a name (models/deepseek_v2.py:187). Its wrapper has no
 # packed_modules_mapping, and other names for the layers of its tower (models/deepencoder.py:820).
-DEEPSEEK_OCR = wrapped(
+DEEPSEEK_OCR = wrap(
     model(
         "DeepseekOCRForCausalLM",
         attention(listed_as="qkv_proj"),
-        gated(".mlp", listed_as="gate_up_proj"),
-        gated(".mlp.shared_experts", listed_as="gate_up_proj"),
-        routed(".mlp.experts"),
+        gated_mlp(".mlp", listed_as="gate_up_proj"),
+        gated_mlp(".mlp.shared_experts", listed_as="gate_up_proj"),
+        routed_experts(".mlp.experts"),
         nameless=(".self_attn.{q,k,v,o}_proj",),
     ),
     "DeepseekOCRForCausalLM",
@@ -403,11 +403,11 @@ ARIA_EXPERTS = LayerPart(
     ),
     keep=(Keep(".mlp.router", ROUTER),),
 )
-ARIA = wrapped(
+ARIA = wrap(
     model(
         "AriaForConditionalGeneration",
         ATTENTION,
-        gated(".mlp.shared_experts"),
+        gated_mlp(".mlp.shared_experts"),
         ARIA_EXPERTS,
         nameless=(".mlp.shared_experts.*",),
         refused=(
@@ -427,7 +427,7 @@ ARIA = wrapped(
 )
 # The first half of the experts is for text, the second half, of smaller ones, for images. Each half has its own router,
 # and in vLLM its own name (models/ernie45_vl_moe.py:243).
-ERNIE_VL = wrapped(
+ERNIE_VL = wrap(
     replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
     "Ernie4_5_VLMoeForConditionalGeneration",
     "vision_model",
@@ -442,7 +442,7 @@ ERNIE_VL = wrapped(
 )
 
 # vLLM builds everything around the language model without quantization (models/nano_nemotron_vl.py:992-1034).
-NEMOTRON_OMNI = wrapped(
+NEMOTRON_OMNI = wrap(
     replace(
         NEMOTRON_H,
         keep=(
@@ -460,8 +460,8 @@ NEMOTRON_OMNI = wrapped(
     sglang=NEMOTRON_H.sglang,
 )
 
-EMU3 = wrapped(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)
-HUNYUAN_VL = wrapped(
+EMU3 = wrap(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)
+HUNYUAN_VL = wrap(
     LLAMA,
     "HunYuanVLForConditionalGeneration",
     "vit",
@@ -469,7 +469,7 @@ HUNYUAN_VL = wrapped(
     layers="{model,model.language_model}.layers.*",
     sglang=NO_GROUPS,
 )
-VIBEVOICE_ASR = wrapped(
+VIBEVOICE_ASR = wrap(
     LLAMA,
     "VibeVoiceAsrForConditionalGeneration",
     *("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
@@ -478,7 +478,7 @@ VIBEVOICE_ASR = wrapped(
 
 BLIP2_TEXT = "language_model.model.decoder"
 # vLLM models/blip2.py:532 builds the tower without a name.
-BLIP2 = wrapped(
+BLIP2 = wrap(
     replace(
         OPT,
         keep=tuple(
@@ -494,7 +494,7 @@ BLIP2 = wrapped(
 # vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one with a window and a larger latent
 # vector; both caches have that size, in the layouts of several kernels. A gate with a row for each head, and towers
 # without quantization (models/dots3_note/nvidia/multimodal.py:133).
-DOTS3_NOTE = wrapped(
+DOTS3_NOTE = wrap(
     replace(
         DEEPSEEK_V32,
         keep=(
@@ -529,22 +529,22 @@ ENTRIES = (
     GLM4V,
     replace(GLM4V, name="GlmOcrForConditionalGeneration"),
     # Published ones have no MTP layers.
-    wrapped(replace(GLM4_MOE, draft_layers=None), "Glm4vMoeForConditionalGeneration", "visual", sglang=GLM4_MOE.sglang),
-    wrapped(
+    wrap(replace(GLM4_MOE, draft_layers=None), "Glm4vMoeForConditionalGeneration", "visual", sglang=GLM4_MOE.sglang),
+    wrap(
         replace(LLAMA, windows=WINDOWS["Exaone4"], keep=(*LLAMA.keep, MTP)),
         "Exaone4_5_ForConditionalGeneration",
         "visual",
         sglang=NO_GROUPS,
     ),
-    wrapped(GEMMA4, "Gemma4UnifiedForConditionalGeneration", "vision_embedder", "embed_vision", "embed_audio"),
+    wrap(GEMMA4, "Gemma4UnifiedForConditionalGeneration", "vision_embedder", "embed_vision", "embed_audio"),
     QWEN2_AUDIO,
     replace(QWEN2_AUDIO, name="GlmAsrForConditionalGeneration"),
     replace(QWEN2_AUDIO, name="AudioFlamingo3ForConditionalGeneration", sglang=NO_GROUPS),
     *(
-        wrapped(LLAMA, f"{name}ForConditionalGeneration", "encoder", "projector", sglang=NO_GROUPS)
+        wrap(LLAMA, f"{name}ForConditionalGeneration", "encoder", "projector", sglang=NO_GROUPS)
         for name in ("GraniteSpeech", "GraniteSpeechPlus")
     ),
-    wrapped(
+    wrap(
         CLIP,
         "Granite4VisionForConditionalGeneration",
         "vision_tower",
@@ -552,7 +552,7 @@ ENTRIES = (
         "spatial_projectors",
         spellings=(LANGUAGE_MODEL, TOWER),
     ),
-    *(wrapped(QWEN3_5, f"MiniCPMV4_{number}ForConditionalGeneration", "vision_tower", "merger") for number in (6, 7)),
+    *(wrap(QWEN3_5, f"MiniCPMV4_{number}ForConditionalGeneration", "vision_tower", "merger") for number in (6, 7)),
     FUN_ASR,
     NEMOTRON_OMNI,
     *(
@@ -577,11 +577,11 @@ ENTRIES = (
     HCX_VISION,
     MOLMO2,
     *(replace(DEEPSEEK_OCR, name=f"{name}ForCausalLM") for name in ("DeepseekOCR", "DeepseekOCR2", "UnlimitedOCR")),
-    wrapped(
+    wrap(
         replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
     ),
     ERNIE_VL,
-    wrapped(
+    wrap(
         MUSE_GLIMMER,
         "MuseGlimmerForConditionalGeneration",
         *("vision_tower", "vision_adapter", "vision_projection"),
@@ -596,7 +596,7 @@ ENTRIES = (
     replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
     QWEN3_VL,
     QWEN3_VL_MOE,
-    wrapped(
+    wrap(
         GEMMA4,
         "Gemma4ForConditionalGeneration",
         "vision_tower",
@@ -605,9 +605,9 @@ ENTRIES = (
         "embed_audio",
     ),
     DIFFUSION_GEMMA,
-    wrapped(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
-    wrapped(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
-    wrapped(
+    wrap(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
+    wrap(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
+    wrap(
         QWEN4_EXP,
         "Qwen4ExpForConditionalGeneration",
         QWEN_VISION,
@@ -616,6 +616,6 @@ ENTRIES = (
             (Refusal(None, "fp8", "it reads the n-gram tables as FP8", "--format compressed-tensors loads"),)
         ),
     ),
-    wrapped(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),
+    wrap(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),
     LLAMA4_WRAPPED,
 )

@@ -1,9 +1,9 @@
-"""Building blocks of entries: parts of decoder layers, and facts about engines that several entries share."""
+"""Building blocks of entries: parts of decoder layers, smoothing rules, and facts about engines that entries share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..version import VLLM
 from .architecture import (
@@ -21,6 +21,7 @@ from .architecture import (
     Refusal,
     SGLangLimits,
     SlidingWindows,
+    SmoothingRule,
 )
 
 
@@ -40,7 +41,7 @@ class LayerPart:
     states: tuple[RecurrentState, ...] = ()
 
 
-def gated(
+def gated_mlp(
     path: str,
     gate: str = "gate_proj",
     up: str = "up_proj",
@@ -84,7 +85,7 @@ def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> LayerPart:
     )
 
 
-def routed(
+def routed_experts(
     path: str,
     gate: str = "gate_proj",
     up: str = "up_proj",
@@ -105,7 +106,7 @@ def routed(
     Returns:
         Patterns of the experts' projections and the router, and how engines fuse and divide them.
     """
-    expert = gated(f"{path}.*", gate, up, down, sglang=None)
+    expert = gated_mlp(f"{path}.*", gate, up, down, sglang=None)
     kept = Keep(router or f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
     return replace(expert, experts=(experts or ExpertLayout(path),), keep=(kept,))
 
@@ -173,7 +174,7 @@ def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".s
 
 
 ATTENTION = attention()
-MLP = gated(".mlp")
+MLP = gated_mlp(".mlp")
 IF_ENABLED = SlidingWindows(enabled_by="use_sliding_window")
 PATTERN = "sliding_window_pattern"
 
@@ -245,7 +246,7 @@ FUSED_NAMES = (
 )
 
 
-def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Architecture:
+def wrap(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Architecture:
     """Return the entry of a multimodal wrapper, of which only the language model is quantized.
 
     Args:
@@ -263,3 +264,183 @@ def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, 
     more = {"text_config": "text_config", "towers": towers, **more}
     more = {"sglang": SGLangLimits(), "smoothing": (), **more}
     return replace(text, name=name, layers=layers, keep=(*text.keep, *kept), **more)
+
+
+# Smoothing rules. tests/calibration/test_mappings.py checks them in transformers' models.
+V_TO_O = SmoothingRule(".self_attn.v_proj", (".self_attn.o_proj",), heads=KV_HEADS)
+UP_TO_DOWN = SmoothingRule(".mlp.up_proj", (".mlp.down_proj",))
+NORM_TO_QKV = SmoothingRule(".input_layernorm", (".self_attn.{q,k,v}_proj",))
+DENSE_SMOOTHING = (
+    NORM_TO_QKV,
+    SmoothingRule(".post_attention_layernorm", (".mlp.{gate,up}_proj",)),
+    V_TO_O,
+    UP_TO_DOWN,
+)
+# Gemma's norms multiply by 1 + w.
+GEMMA_SMOOTHING = (*(replace(rule, offset=1) for rule in DENSE_SMOOTHING[:2]), *DENSE_SMOOTHING[2:])
+GEMMA2_MLP = SmoothingRule(".pre_feedforward_layernorm", (".mlp.{gate,up}_proj",), offset=1)
+GEMMA2_SMOOTHING = (replace(NORM_TO_QKV, offset=1), GEMMA2_MLP, V_TO_O, UP_TO_DOWN)
+# Without q, k and v: smoothing them is less accurate than rounding to nearest (llm-compressor issue 2522).
+GEMMA3_SMOOTHING = (GEMMA2_MLP, V_TO_O, UP_TO_DOWN)
+# Gate and up in one tensor, of which up is the last part.
+FUSED_MLP = (
+    SmoothingRule(".post_attention_layernorm", (".mlp.gate_up_proj",)),
+    SmoothingRule(".mlp.gate_up_proj", (".mlp.down_proj",), last=True),
+)
+GLM_SMOOTHING = (NORM_TO_QKV, V_TO_O, *FUSED_MLP)
+PHI3_SMOOTHING = (
+    SmoothingRule(".input_layernorm", (".self_attn.qkv_proj",)),
+    SmoothingRule(".self_attn.qkv_proj", (".self_attn.o_proj",), heads=KV_HEADS, last=True),
+    *FUSED_MLP,
+)
+
+
+def expert_smoothing_rules(mlp: str, gate: str, up: str, down: str, *siblings: str) -> tuple[SmoothingRule, ...]:
+    """Return the rules of a decoder layer with routed experts.
+
+    Args:
+        mlp: pattern of the MoE module, relative to the decoder layer: ".mlp". Below it are a router named "gate" and
+            the module "experts".
+        gate: last segment of the name of an expert's gate projection.
+        up: last segment of the name of an expert's up projection.
+        down: last segment of the name of an expert's down projection.
+        siblings: patterns of other modules that read the same norm, such as shared experts.
+
+    Returns:
+        Pairs of smooth_layer and balance_layers: norm to q, k, v; norm to router, experts and siblings; v to o; up to
+        down.
+    """
+    balance_layers = (f"{mlp}.gate", f"{mlp}.experts.*.{{{gate},{up}}}", *siblings)
+    return (
+        NORM_TO_QKV,
+        SmoothingRule(".post_attention_layernorm", balance_layers),
+        V_TO_O,
+        SmoothingRule(f"{mlp}.experts.*.{up}", (f"{mlp}.experts.*.{down}",)),
+    )
+
+
+MIXTRAL_SMOOTHING = expert_smoothing_rules(".block_sparse_moe", "w1", "w3", "w2")
+_QWEN_EXPERTS = (".mlp", "gate_proj", "up_proj", "down_proj", ".mlp.{gate,up}_proj")
+QWEN3_MOE_SMOOTHING = (*expert_smoothing_rules(*_QWEN_EXPERTS), UP_TO_DOWN)
+QWEN2_MOE_SMOOTHING = (
+    *expert_smoothing_rules(*_QWEN_EXPERTS, ".mlp.shared_expert_gate", ".mlp.shared_expert.{gate,up}_proj"),
+    UP_TO_DOWN,
+    SmoothingRule(".mlp.shared_expert.up_proj", (".mlp.shared_expert.down_proj",)),
+)
+
+
+# How vLLM finds the scheme of an input embedding. It builds those of all other classes without a quantization. Asked of
+# vLLM; tests/serve/test_auto.py asks again.
+BY_NAME = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Qwen2ForCausalLM",
+    "MiMoForCausalLM",
+    "IQuestLoopCoderForCausalLM",
+    "PanguEmbeddedForCausalLM",
+    "OlmoForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "SeedOssForCausalLM",
+    "CwmForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "GlmForCausalLM",
+    "ArceeForCausalLM",
+    "Jais2ForCausalLM",
+    "VaultGemmaForCausalLM",
+    "Starcoder2ForCausalLM",
+    "PhiForCausalLM",
+    "StableLmForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "LagunaForCausalLM",
+    "MellumForCausalLM",
+    "DeepseekForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "AXK1ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "Gemma4ForCausalLM",
+    "HrmTextForCausalLM",
+    "Gemma3nForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "AudioFlamingo3ForConditionalGeneration",
+    "FunASRForConditionalGeneration",
+    "Emu3ForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
+    "VibeVoiceAsrForConditionalGeneration",
+    "QianfanOCRForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+    "Qwen3ASRRealtimeGeneration",
+    "MossTranscribeDiarizeForConditionalGeneration",
+)
+# vLLM hands on a quantization there, but no name.
+BY_CLASS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "Ministral3ForCausalLM",
+    "LLaMAForCausalLM",
+    "InternLM3ForCausalLM",
+    "IQuestCoderForCausalLM",
+    "TeleChat3ForCausalLM",
+    "TeleFLMForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteSWAForCausalLM",
+    "Exaone4ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Phi3ForCausalLM",
+    "Glm4ForCausalLM",
+    "ApertusForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "OlmoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "ExaoneMoEForCausalLM",
+    "Mistral3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
+    "GlmAsrForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
+    "Granite4VisionForConditionalGeneration",
+    "HCXVisionV2ForCausalLM",
+    "AriaForConditionalGeneration",
+)
+
+EMBEDDINGS: dict[str, Literal["name", "class"]] = {
+    **dict.fromkeys(BY_NAME, "name"),
+    **dict.fromkeys(BY_CLASS, "class"),
+}

@@ -41,8 +41,7 @@ from ..plan.decisions import tokens_of
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, has_fp8_cache, required_package
 from ..recipes import recipe_command
-from ..registry.architecture import TASK_HEAD, Architecture
-from ..registry.rules import is_embedding
+from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
 from .cells import fill_template, gigabytes, list_first, markdown, optional, shorten, terminal
 from .words import task_summary, texts_origin, verdict_meaning

@@ -10,15 +10,14 @@ from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, me
 from ..evaluation.types import kl_text
 from ..files.destination import DiskSpace
 from ..formats.schemes import SCHEMES
-from ..hub.fetch import Download
+from ..hub.source import Download
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import rounded_bytes
-from ..plan.explain import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..plan.layout import PlanLine
 from ..plan.plan import Plan, ignored_layers
-from ..plan.serving import GPU_GB, Serving
-from ..plan.static_scales import CACHED
+from ..plan.serving import CACHED, GPU_GB, Serving
+from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
 from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands

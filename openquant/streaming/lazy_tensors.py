@@ -25,8 +25,8 @@ import torch
 
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint
-from ..files.small_files import open_regular
-from ..files.tensors import TensorInfo
+from ..files.model_files import open_regular
+from ..files.shardfile import TensorInfo
 from ..formats import kernels
 from ..models import MODELS
 from ..registry.architecture import StackedExperts

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError, naming
 from ..files.checkpoint import Checkpoint
-from ..files.tensors import DTYPE_BITS, TensorInfo
+from ..files.shardfile import DTYPE_BITS, TensorInfo
 from ..machine import resident
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan

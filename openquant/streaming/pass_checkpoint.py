@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ..errors import OpenQuantError, OutputError, SourceError
 from ..files.destination import write_pieces
-from ..files.small_files import open_regular
+from ..files.model_files import open_regular
 from ..machine import first_line
 
 # Least seconds between two saves, and least time between them as a multiple of what the last one took, so that saving

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint, Fingerprint
-from ..hub.fetch import ShardSupply, supply_shards
-from ..hub.source import Source
+from ..hub.source import ShardSupply, Source, supply_shards
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer

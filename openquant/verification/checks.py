@@ -28,8 +28,7 @@ from ..formats.schemes import KEPT_SCHEMES, Scheme, as_written, without_targets
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_embedding, is_head
+from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.find import pairs
 from .headers import Findings, Headers, check_fused, check_head, check_listed, check_unlisted
 from .weight_checks import check_cache, check_strays, find_decodable_weights, find_weights

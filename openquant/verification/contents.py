@@ -15,15 +15,14 @@ import numpy as np
 
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
-from ..files.shardfile import Bytes
-from ..files.tensors import TensorInfo
+from ..files.shardfile import Bytes, TensorInfo
 from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
 from ..threads import in_threads
-from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError, LostWeights
-from ..weights.reading import Reader
+from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
+from ..weights.reading import LostWeights, Reader
 from ..weights.weight import Weight
 
 # Bytes read at a time.

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..files.checkpoint import Checkpoint
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import INPUT_SCALE
 from ..formats.quantization import IN_COLUMNS, Quantization
 from ..formats.schemes import Scheme
-from ..registry.architecture import NOT_LINEAR, ROUTER
-from ..registry.rules import ModuleRules, is_table
+from ..registry.architecture import NOT_LINEAR, ROUTER, ModuleRules, is_table
 from ..weights.quant_error import LayerError
 from ..weights.weight import Weight
 

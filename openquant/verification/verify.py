@@ -19,26 +19,26 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
+from ..files.destination import WeightFacts, facts_in, read_journal
 from ..files.evaluation import find_evaluation
-from ..files.journal import WeightFacts, facts_in, read_journal
-from ..files.small_files import open_regular
-from ..files.tensors import TensorInfo
+from ..files.model_files import open_regular
+from ..files.shardfile import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, choose_shared_scale
 from ..formats.numbers import cache_scales, can_be_non_finite
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
-from ..hub.fetch import find_whole
+from ..hub.source import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
 from ..options import Check, document_options
 from ..patterns import collapse, template
 from ..plan.architecture import find_architecture, known_architecture, text_config
+from ..plan.assign import DirectoryChoice
 from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
-from ..plan.decisions import PlanOptions, StoredLayout, gptq_weights
+from ..plan.decisions import PlanOptions, gptq_weights
 from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
-from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules
+from ..registry.architecture import Architecture, ModuleRules
 from ..result import Reporter, lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
@@ -383,15 +383,15 @@ class _Verification:
 
             # For another tool's output the plan only gives names, which all schemes of a method share.
             scheme = self.scheme or (TENSOR if self.headers.quantization.method == "fp8" else CHANNEL)
-            layout = self._stored_layout()
             headers = self.headers
             options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
-            self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
+            choice = self._choice_of_output(options)
+            self.plan = make_plan(origin, scheme, options, architecture=entry, choice=choice)
 
             if self.as_engines_load:
                 self._recognize_smoothing(self.plan)
                 options = replace(options, transforms=self.transforms)
-                self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
+                self.plan = make_plan(origin, scheme, options, architecture=entry, choice=choice)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
@@ -413,7 +413,7 @@ class _Verification:
                 f"{len(smoothing.transforms.weights)} matrices were compared with the smoothed source"
             )
 
-    def _stored_layout(self) -> StoredLayout:
+    def _choice_of_output(self, options: PlanOptions) -> DirectoryChoice:
         """Which modules, or name templates, are unquantized, and which are stored in another scheme than most."""
         schemes_of: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
@@ -437,7 +437,7 @@ class _Verification:
                     name = weight.module
                 schemes[name] = scheme
 
-        return StoredLayout(unquantized, schemes)
+        return DirectoryChoice(options, unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
         """Match the output's tensors with the source's, report misfits, and return the unquantized ones with theirs."""

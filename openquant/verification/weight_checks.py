@@ -17,18 +17,17 @@ from typing import NamedTuple
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import FLOATS, Format
 from ..formats.numbers import SCALES, cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization
 from ..formats.schemes import CHANNEL
 from ..patterns import collapse
 from ..plan.architecture import text_config
-from ..plan.static_scales import find_cached_attentions, scale_sharing_keys
+from ..plan.serving import find_cached_attentions, scale_sharing_keys
 from ..version import VLLM
 from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
-from ..weights.packed_columns import packed_columns
-from ..weights.weight import Weight
+from ..weights.weight import Weight, packed_columns
 from .headers import COLUMN_PARTS, Findings, Headers, describe, join_or
 
 

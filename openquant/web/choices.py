@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OpenQuantError, UsageError
-from ..files.small_files import short_repr
+from ..files.model_files import short_repr
 from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
 from .view import fit_html, plan_html, problem_html
 

@@ -19,8 +19,7 @@ from ..plan import summary
 from ..plan.engines import sglang_refusal
 from ..plan.layout import PlanLine
 from ..plan.plan import Plan
-from ..plan.serving import Fit, Serving
-from ..plan.static_scales import CACHED
+from ..plan.serving import CACHED, Fit, Serving
 from ..report.cells import gigabytes, optional, or_dash, per_cent, short, shorten, terminal
 from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
 

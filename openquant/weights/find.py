@@ -13,11 +13,11 @@ Layouts:
                (compressed-tensors); or X.weight and X.weight_scale, multiplied by X.weight_scale_2 (modelopt)
     DeepSeek V4  FP8 as above with scales X.scale; experts in MXFP4, which its config.json does not say: X.weight int8
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
-    MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (packed_columns.py)
-    AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
+    MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (weight.py)
+    AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (weight.py)
     torchao    FP8 as X._weight_qdata and X._weight_scale
-    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (packed_columns.py)
-    Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
+    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (weight.py)
+    Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (weight.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
                [experts, out, in / 32, 16] and X_scales: two codes in a byte, the first lowest; unquantized these stacks
                are [experts, in, out] (transformers, integrations/mxfp4.py)
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.gguf import GgufTensor
-from ..files.tensors import TensorInfo
+from ..files.shardfile import TensorInfo
 from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Blocks, Format, GgmlType, ggml_format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantization_places, read_quantization
@@ -47,8 +47,7 @@ from ..formats.schemes import MXFP4
 from ..models import find_entry
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
-from .packed_columns import DAMAGED, four_bits, name_and_type, packed_columns, per_rank_projections
-from .weight import Weight
+from .weight import DAMAGED, Weight, four_bits, name_and_type, packed_columns, per_rank_projections
 
 # modelopt's file beside config.json, from before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -140,9 +139,6 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
     Yields:
         For each tensor of codes: the weight's unquantized name, and name, dtype and shape of its codes, scales, zero
         points and other tensors.
-
-    Raises:
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     for info in tensors.values():
         name = _unquantized_name(info)
@@ -151,10 +147,9 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
 
         module = name.removesuffix(".weight")
         fmt = quantization.format_of(module)
-        names = [
-            *([fmt.scale_of(name)] if fmt else []),
-            *(name + suffix for suffix in (*_SCALE_SUFFIXES, _STACK_SUFFIXES[0])),
-        ]
+        names = [name + suffix for suffix in (*_SCALE_SUFFIXES, _STACK_SUFFIXES[0])]
+        if fmt:
+            names.insert(0, fmt.scale_of(name))
 
         # DeepSeek V4's name. Engines find scales under it only where they are exponents.
         exponents = tensors.get(f"{module}.scale")
@@ -162,11 +157,15 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
             names.append(exponents.name)
 
         scales = _present(tensors, names)
-        global_scale = tensors.get(f"{module}.{fmt.global_scale.name}") if fmt and fmt.global_scale else None
-        zeros = tensors.get(f"{module}.{fmt.zero_point}") if fmt and fmt.zero_point else None
+        global_scale = None
+        if fmt and fmt.global_scale:
+            global_scale = tensors.get(f"{module}.{fmt.global_scale.name}")
+        zeros = None
+        if fmt and fmt.zero_point:
+            zeros = tensors.get(f"{module}.{fmt.zero_point}")
         companions = _present(tensors, [*(f"{module}.{suffix}" for suffix in _COMPANIONS), name + _STACK_SUFFIXES[1]])
 
-        yield CodesAndScale(name, info, fmt, scales[0] if scales else None, global_scale, zeros, tuple(companions))
+        yield CodesAndScale(name, info, fmt, next(iter(scales), None), global_scale, zeros, tuple(companions))
 
 
 def stored_twice(
@@ -203,8 +202,10 @@ def _unquantized_name(info: TensorInfo) -> str | None:
         return info.name.removesuffix("_blocks")
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
         # Scales may be FP8, too.
-        return None if info.name.endswith(_SCALE_SUFFIXES) else info.name
-    return info.name if info.name.endswith(".weight") and info.dtype in (*CODES, "U8", "I32") else None
+        is_codes = not info.name.endswith(_SCALE_SUFFIXES)
+    else:
+        is_codes = info.name.endswith(".weight") and info.dtype in (*CODES, "U8", "I32")
+    return info.name if is_codes else None
 
 
 def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[TensorInfo]:
@@ -222,13 +223,18 @@ def unread_tensors(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight])
         Full tensor names, in the order of `tensors`.
     """
     leftovers = [name for name in tensors if name.endswith(_LEFTOVERS) and not _CACHE_SCALE.fullmatch(name)]
-    # Zero points that the format of the weight has are read.
-    zero_points = {
-        module: f"{module}.{weight.format.zero_point}" if weight.format and weight.format.zero_point else None
-        for weight in (weights if leftovers else ())
-        for module in (weight.codes.name.rpartition(".")[0],)
-    }
-    return [name for name in leftovers if zero_points.get(name.rpartition(".")[0], name) != name]
+    if not leftovers:
+        return []
+
+    # Zero points that the format of the weight has are read; others beside codes are not.
+    modules = set()
+    zero_points = set()
+    for weight in weights:
+        module = weight.codes.name.rpartition(".")[0]
+        modules.add(module)
+        if weight.format and weight.format.zero_point:
+            zero_points.add(f"{module}.{weight.format.zero_point}")
+    return [name for name in leftovers if name.rpartition(".")[0] in modules and name not in zero_points]
 
 
 def tool_config_file(config: dict[str, Any], root: Path) -> str | None:
@@ -263,7 +269,9 @@ def with_tool_config(config: dict[str, Any], root: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise SourceError(f"{root / name} is not a JSON object", "download or copy it again")
     # AutoAWQ's file first had the name of AutoGPTQ's.
-    method = "awq" if "w_bit" in settings else TOOL_CONFIG_FILES[name]
+    method = TOOL_CONFIG_FILES[name]
+    if "w_bit" in settings:
+        method = "awq"
     return {**config, "quantization_config": {"quant_method": method, **settings}}
 
 
@@ -283,7 +291,6 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         PlanError: its quantization is not supported, or config.json does not describe it.
         SourceError: a scale is missing, belongs to no weight, or has another shape or dtype than config.json promises;
             a weight is stored twice; or a tool's file cannot be read.
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         sources = {name: weight.source for name, weight in checkpoint.weights.items()}
@@ -366,15 +373,18 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     config = with_tool_config(checkpoint.config, checkpoint.root)
     if not quantization_places(config):
         return None
+
     try:
         return read_quantization(config)
     except UsageError as error:
         if not _is_borne_out(checkpoint.tensors.values()):
             return None
-        message = error.message.replace(
-            "config.json", tool_config_file(checkpoint.config, checkpoint.root) or "config.json", 1
-        )
-        hint = f"{error.hint}" if UNQUANTIZED in str(error.hint) else f"{error.hint}; or {UNQUANTIZED}"
+
+        file = tool_config_file(checkpoint.config, checkpoint.root) or "config.json"
+        message = error.message.replace("config.json", file, 1)
+        hint = str(error.hint)
+        if UNQUANTIZED not in hint:
+            hint += f"; or {UNQUANTIZED}"
         raise PlanError(f"the source is already quantized: {message}", hint) from None
 
 
@@ -455,7 +465,8 @@ def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
     elif fmt.group == (1, None):
         # One scale for each output, which is a row of some layouts and a column of others.
         groups = {(experts, rows, 1): (1, None), (experts, 1, cols): (None, 1)}
-        groups |= {(experts, rows): (1, None), (experts, cols): (None, 1)} if rows != cols else {}
+        if rows != cols:
+            groups |= {(experts, rows): (1, None), (experts, cols): (None, 1)}
     else:
         groups = {(experts, *grid_of(fmt.group, shape)): fmt.group}
 
@@ -467,9 +478,10 @@ def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
         )
 
     input_scale = _input_scale(pair)
+    if input_scale is not None and math.prod(input_scale.shape) != 1:
+        input_scale = None
     return _weight(pair, shape, replace(fmt, group=groups[scale.shape]), scale)._replace(
-        source=TensorInfo(pair.name, DECODED_DTYPE, pair.codes.shape),
-        input_scale=input_scale if input_scale is not None and math.prod(input_scale.shape) == 1 else None,
+        source=TensorInfo(pair.name, DECODED_DTYPE, pair.codes.shape), input_scale=input_scale
     )
 
 

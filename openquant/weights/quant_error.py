@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..formats.format import Format, grid_of
 from ..formats.kernels import CHUNK, Bits, absmax, choose_scales, encode, encode_float32, to_float32, unpack
-from ..formats.numbers import E2M1, E4M3, INT2, INT3, Codes, Floats
+from ..formats.numbers import Codes, Floats
 from ..formats.schemes import Scheme
 
 # Largest relative change from storing float32 or float16 as bfloat16.
@@ -29,18 +29,6 @@ WRONG_SCALE = 1.9
 FEW_WEIGHTS = 64
 # The same of a whole row: GPTQ made one of 576 in SmolLM2-135M 0.46 times as large in nvfp4, 0.18 times in int2.
 WRONG_ROW = 10.0
-
-
-# Rows of a layer in which LostWeights looks for codes of zero; in a large one they are a prime number apart,
-# so that no part of a head is left out.
-LOOKED_AT = 32
-STEP = 127
-# A larger share of weights becomes zero only beside outliers. In SmolLM2-135M it is at most 0.0002 in FP8, 0.14 in FP4,
-# 0.02 in int8, 0.25 in int4, 0.44 in int3 and 0.66 in int2, each by channel.
-USUAL_ZEROS = {E4M3: 0.1, E2M1: 0.3, INT3: 0.75, INT2: 0.9}
-USUAL_ZEROS_OF_OTHERS = 0.5
-# The same where weights are not known, of which some are zero in a model that was pruned.
-ZEROS_OF_UNKNOWN = 0.9
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,9 @@ class ErrorSum:
     def times_rounding(self) -> float:
         """The error relative to that of the nearest codes."""
         relative = relative_error(self.signal, self.noise)
-        return relative / max(relative_error(self.signal, self.rounding), ROUNDED) if relative else 1.0
+        if relative == 0:
+            return 1.0
+        return relative / max(relative_error(self.signal, self.rounding), ROUNDED)
 
     @property
     def excess(self) -> str | None:
@@ -194,23 +184,33 @@ class Comparison:
         self.divisor = divisor
 
         # Schemes that may have chosen the scales; the last one gives `expected_scale` if none of them did.
-        self.candidates: tuple[Scheme, ...] = () if scheme is None else (scheme,)
+        self.candidates: list[Scheme] = []
         if scheme is not None and scheme.searches_scales:
-            clipped = [replace(scheme, clip_ratios=(ratio,)) for ratio in (scheme.clip_ratios if weighed else ())]
-            self.candidates = (scheme.unsearched, *clipped, scheme)
+            self.candidates.append(scheme.unsearched)
+            if weighed:
+                self.candidates += [replace(scheme, clip_ratios=(ratio,)) for ratio in scheme.clip_ratios]
+        if scheme is not None:
+            self.candidates.append(scheme)
 
         self.number = fmt.number
         height, width = fmt.group
-        self.group = height, width if width is not None and width < shape[1] else None
+        if width is not None and width >= shape[1]:
+            width = None
+        self.group = height, width
         self.scale = scale.reshape(grid_of(self.group, shape))
-        self.zeros = None if zeros is None else zeros.reshape(self.scale.shape)
+        self.zeros: Floats | None = None
+        self.expected_zeros: Floats | None = None
+        if zeros is not None:
+            self.zeros = zeros.reshape(self.scale.shape)
+            self.expected_zeros = np.full(self.scale.shape, np.nan, np.float32)
 
         self.absmax = np.zeros(self.scale.shape, np.float32)
         self.expected_scale = np.full(self.scale.shape, np.nan, np.float32)
-        self.expected_zeros = None if zeros is None else np.full(self.scale.shape, np.nan, np.float32)
 
         # Relative error of scales: some were rounded to 16 bits after the codes were made; else float32 rounding.
-        self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
+        self.slack = 2.0**-20
+        if scale_dtype in ("BF16", "F16"):
+            self.slack = 2.0**-8
 
         self.error = ErrorSum()
         self.finite = True
@@ -362,7 +362,9 @@ def relative_error(signal: float, noise: float) -> float:
     Returns:
         sqrt(noise / signal). If all weights are zero: 1.0 with any error, else 0.0.
     """
-    return math.sqrt(noise / signal) if signal else float(noise > 0)
+    if signal == 0:
+        return float(noise > 0)
+    return math.sqrt(noise / signal)
 
 
 def _row_products(left: Floats, right: Floats) -> npt.NDArray[np.float64]:
@@ -400,65 +402,3 @@ def row_energies(values: Floats) -> npt.NDArray[np.float64]:
     if not np.all((sums > 1e-30) & (sums < math.inf)):
         sums = np.square(values, dtype=np.float64).sum(axis=1)
     return sums
-
-
-class LostWeights:
-    """Finds out whether weights of a layer became zero as it was quantized, by looking at some of its rows.
-
-    The largest of the weights that share a scale decides it. In FP8 all others of a layer become zero beside a weight
-    of 60000; so do those of k_proj, under one scale with q_proj, if the weights of q_proj are 10^7 times as large.
-
-    Args:
-        format: the layer's format.
-        rows: number of rows of the layer.
-
-    Attributes:
-        rows: the rows that are looked at.
-    """
-
-    def __init__(self, format: Format, rows: int) -> None:
-        self.rows = range(0, rows, max(1, min(rows // LOOKED_AT, STEP)))
-        self._format = format
-        self._low = 0
-        self._known = False
-        self._weights = 0
-        self._lost = 0
-
-    def look_at(self, codes: Codes, zero_point: Floats | None, bits: Bits | None) -> None:
-        """Look at those of the next rows that are in `rows`.
-
-        Args:
-            codes: their codes, uint8 [rows, cols * bits / 8].
-            zero_point: float32 [rows, groups of a row], the values of the codes that stand for zero; None if it is 0.
-            bits: the bits of the weights, uint16 or uint32 [rows, cols]; None if they are not known.
-        """
-        rows = np.arange(-self._low % self.rows.step, len(codes), self.rows.step)
-        self._low += len(codes)
-        if rows.size:
-            grid = None if zero_point is None else zero_point[rows]
-            self.add(codes[rows], grid, None if bits is None else bits[rows])
-
-    def add(self, codes: Codes, zero_point: Floats | None, bits: Bits | None) -> None:
-        """Count the codes of all these rows. Arguments are those of `look_at`."""
-        number = self._format.number
-        single = unpack(codes, number)
-        if zero_point is None:
-            zero = (number.values() == 0)[single]
-        else:
-            zero = number.decode(single) == np.repeat(zero_point, single.shape[1] // zero_point.shape[1], axis=1)
-
-        self._known = bits is not None
-        if bits is None:
-            self._weights += zero.size
-        else:
-            # Without the bit of the sign.
-            weights = bits << 1 != 0
-            self._weights += int(np.count_nonzero(weights))
-            zero = zero[:, : bits.shape[1]] & weights
-        self._lost += int(np.count_nonzero(zero))
-
-    @property
-    def unusual(self) -> bool:
-        """Whether far more weights became zero than do in a layer without such large ones."""
-        limit = USUAL_ZEROS.get(self._format.number, USUAL_ZEROS_OF_OTHERS)
-        return self._lost > self._weights * (limit if self._known else max(limit, ZEROS_OF_UNKNOWN))

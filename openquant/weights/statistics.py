@@ -22,8 +22,8 @@ import numpy as np
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.destination import FileKind
-from ..files.small_files import parse_json, read_small
-from ..files.tensors import MAX_HEADER
+from ..files.model_files import parse_json, read_small
+from ..files.shardfile import MAX_HEADER
 from ..formats.numbers import Floats
 
 SUFFIX = ".calibration.safetensors"
@@ -90,7 +90,9 @@ class Calibration:
         calibration lacks it.
         """
         statistics = self._by_tensor.get(tensor)
-        return statistics if statistics is not None and statistics.tokens else None
+        if statistics is None or not statistics.tokens:
+            return None
+        return statistics
 
     @property
     def described(self) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from conftest import EXAMPLE
 from openquant import compress, dequantize, verify
-from openquant.convert.devices import CpuKernels, TorchKernels
+from openquant.convert.conversion import CpuKernels, TorchKernels
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats import kernels
 from openquant.formats.kernels import choose_scales

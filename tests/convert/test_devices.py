@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openquant.convert.devices import TorchKernels
+from openquant.convert.conversion import TorchKernels
 from openquant.errors import UsageError
 
 

@@ -26,8 +26,7 @@ from openquant import run as running
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.output import Claim, OutputContents, OutputDirectory
-from openquant.files.shardfile import ShardFile
-from openquant.files.tensors import TensorInfo, make_header
+from openquant.files.shardfile import ShardFile, TensorInfo, make_header
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan

@@ -21,9 +21,9 @@ from openquant import compress
 from openquant.errors import OutputError, SourceError
 from openquant.files import checkpoint as checkpoints
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.small_files import short_repr
-from openquant.files.tensors import TensorInfo
-from openquant.registry.class_tensors import find_class_tensors
+from openquant.files.model_files import short_repr
+from openquant.files.shardfile import TensorInfo
+from openquant.registry.architecture import find_class_tensors
 from support import small_checkpoints
 
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ import pytest
 from conftest import Run, change_json, tree
 from openquant import compress
 from openquant.errors import OutputError
-from openquant.files.journal import WeightFacts, facts_in, finished_files, read_journal
+from openquant.files.destination import WeightFacts, facts_in, finished_files, read_journal
 from openquant.files.output import Claim, OutputContents
 from support import small_checkpoints
 from support.rows import for_each

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from openquant.errors import SourceError
-from openquant.files.small_files import parse_json, read_small
+from openquant.files.model_files import parse_json, read_small
 
 
 def test_a_link_to_a_regular_file_is_read(tmp_path):

@@ -121,7 +121,7 @@ def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
 
 ALONE = """
 import numpy as np
-from openquant.convert.devices import loops
+from openquant.convert.conversion import loops
 from openquant.formats import kernels
 found = loops(True)
 bits = np.full((2, 4), 0x3F80, np.uint16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from openquant.files.tensors import DTYPE_BITS
+from openquant.files.shardfile import DTYPE_BITS
 from openquant.formats import numbers
 from openquant.formats.numbers import NonFinite, can_be_non_finite, count_non_finite
 

@@ -399,7 +399,7 @@ def facts_of(data: bytes) -> Any:
 def resealed(data: bytes) -> bytes:
     """A file of rounded layers with the digest that it should have, if it can have one."""
     from openquant.errors import SourceError
-    from openquant.files.tensors import read_header
+    from openquant.files.shardfile import read_header
 
     try:
         _, tensors = read_header(lambda offset, length: data[offset : offset + length], len(data), "it")

@@ -22,8 +22,7 @@ import openquant
 from openquant import run as running
 from openquant.errors import SourceError, UsageError
 from openquant.gguf import source
-from openquant.gguf.config import ARCHITECTURES
-from openquant.gguf.source import open_gguf
+from openquant.gguf.source import ARCHITECTURES, open_gguf
 from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, shapes_of, split_gguf, write_gguf
 from support.rows import for_each
 

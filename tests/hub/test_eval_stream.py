@@ -23,7 +23,7 @@ from openquant import compress, evaluate
 from openquant.errors import UsageError
 from openquant.evaluation import generate
 from openquant.files.model_files import EVAL_FILE
-from openquant.hub.fetch import AHEAD
+from openquant.hub.source import AHEAD
 from openquant.options import Evaluate
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import Job, Rank

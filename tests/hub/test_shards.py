@@ -20,8 +20,7 @@ from openquant import diagnose
 from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint, Fingerprint
-from openquant.hub.fetch import ShardSupply, supply_shards
-from openquant.hub.source import Source
+from openquant.hub.source import ShardSupply, Source, supply_shards
 from openquant.streaming.session import ArrivingShards
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, finish

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 
 from conftest import tree
 from openquant import compress
-from openquant.hub.fetch import memory_needed
-from openquant.hub.source import HubFile, Source
+from openquant.hub.source import HubFile, Source, memory_needed
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, Rank, finish
 from support.hub_site import TOKEN, Site, without_origin

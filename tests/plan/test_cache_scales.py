@@ -19,9 +19,9 @@ from openquant.plan.architecture import text_config
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal, sglang_refusal
 from openquant.plan.plan import Plan, has_fp8_cache, make_plan, output_config
-from openquant.plan.static_scales import find_cached_attentions
+from openquant.plan.serving import find_cached_attentions
+from openquant.registry.architecture import ModuleRules
 from openquant.registry.parts import IGNORED_CACHE_SCALES
-from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints

@@ -14,8 +14,8 @@ from openquant.formats.schemes import SCHEMES, TENSOR, Scheme
 from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.explain import ModuleExplanation, Rule, explain_modules
 from openquant.plan.plan import Plan, make_plan
+from openquant.plan.summary import ModuleExplanation, Rule, explain_modules
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 from support.rows import for_each

@@ -17,7 +17,7 @@ from conftest import EXAMPLE, change_json
 from openquant import compress, verify
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.small_files import short_repr
+from openquant.files.model_files import short_repr
 from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,

@@ -10,9 +10,8 @@ from openquant.formats.schemes import TENSOR
 from openquant.models import MODELS
 from openquant.plan.architecture import ParallelSize, check_parallel_sizes, fused_parts, text_config, why_indivisible
 from openquant.plan.plan import make_plan
-from openquant.registry.architecture import ParallelSplit
+from openquant.registry.architecture import ModuleRules, ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
-from openquant.registry.rules import ModuleRules
 from support import small_checkpoints
 from support.rows import for_each
 

@@ -13,7 +13,7 @@ from conftest import change_json
 from openquant import calibrate, compress, dequantize, verify
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.hub.fetch import Download
+from openquant.hub.source import Download
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_unchanged_plan

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from openquant.files.checkpoint import Checkpoint
-from openquant.files.tensors import TensorInfo
+from openquant.files.shardfile import TensorInfo
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern, template
 from openquant.plan import completeness
-from openquant.plan.architecture import text_config
+from openquant.plan.architecture import mtp_layer_finder, text_config
 from openquant.plan.completeness import ClassComparison, ConfigSizes, compare_with_class
-from openquant.plan.sort import mtp_layer_finder
-from openquant.registry.architecture import MTP_LAYER
-from openquant.registry.class_tensors import find_class_tensors
-from openquant.registry.rules import ModuleRules
+from openquant.registry.architecture import MTP_LAYER, ModuleRules, find_class_tensors
 from support import small_checkpoints
 
 # What may be lost without a word: parts that transformers does not build, or of which the small model has some tensors.

@@ -27,8 +27,7 @@ from openquant.plan.architecture import why_not_reordered
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import stored_serving
-from openquant.registry.architecture import Architecture
-from openquant.registry.rules import ModuleRules
+from openquant.registry.architecture import Architecture, ModuleRules
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.packing import packing_of
 from openquant.verification.verify import model_problems

@@ -18,7 +18,7 @@ from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal
 from openquant.plan.plan import Plan, ignored_layers, make_plain_plan, make_plan, output_config
-from openquant.registry.rules import ModuleRules
+from openquant.registry.architecture import ModuleRules
 from openquant.verification.verify import model_problems
 from openquant.version import VLLM
 from support import small_checkpoints

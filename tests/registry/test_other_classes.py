@@ -9,13 +9,12 @@ import pytest
 from transformers.models.auto import modeling_auto
 
 from openquant.files.checkpoint import Checkpoint
-from openquant.files.tensors import TensorInfo
+from openquant.files.shardfile import TensorInfo
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.models import MODELS, find_body, find_entry
 from openquant.patterns import compile_pattern
 from openquant.plan.plan import Plan, ignored_layers, make_plan
-from openquant.registry.architecture import HEAD
-from openquant.registry.rules import ModuleRules
+from openquant.registry.architecture import HEAD, ModuleRules
 from support.published_checkpoints import NAMES, published, shortened, with_few_experts
 from support.small_checkpoints import refused
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openquant.models import GENERIC, MODELS
-from openquant.registry.rules import ModuleRules, is_head
+from openquant.registry.architecture import ModuleRules, is_head
 
 
 def test_modules_named_alike_have_one_role() -> None:

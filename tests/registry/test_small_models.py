@@ -12,11 +12,8 @@ import pytest
 from openquant.files.checkpoint import Checkpoint
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern, template
-from openquant.plan.architecture import text_config
-from openquant.plan.sort import mtp_layer_finder
-from openquant.registry.architecture import MTP_LAYER, NOT_LINEAR, TOWER
-from openquant.registry.class_tensors import find_class_tensors
-from openquant.registry.rules import ModuleRules
+from openquant.plan.architecture import mtp_layer_finder, text_config
+from openquant.registry.architecture import MTP_LAYER, NOT_LINEAR, TOWER, ModuleRules, find_class_tensors
 from support import small_checkpoints
 from support.published_checkpoints import NAMES, published
 

@@ -18,11 +18,11 @@ from openquant.errors import SourceError
 from openquant.files import cards
 from openquant.files.cards import metadata_notes, split_card
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.small_files import read_small
+from openquant.files.model_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
-from openquant.registry.rules import ModuleRules
+from openquant.registry.architecture import ModuleRules
 from openquant.report.card import engines_that_read, evaluated_card, model_card, source_section
 from openquant.report.text import evaluation_text
 from openquant.version import SGLANG

@@ -20,8 +20,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
 from openquant.plan.plan import ignored_layers, make_plan
-from openquant.registry.architecture import Architecture, FusedLayers, ParallelSplit
-from openquant.registry.rules import ModuleRules
+from openquant.registry.architecture import Architecture, FusedLayers, ModuleRules, ParallelSplit
 from openquant.version import SGLANG
 from support import small_checkpoints
 from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openquant.files.tensors import TensorInfo
+from openquant.files.shardfile import TensorInfo
 from openquant.streaming.lazy_tensors import find_expert_stacks
 
 Weights = dict[str, torch.Tensor]

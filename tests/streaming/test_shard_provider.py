@@ -19,7 +19,7 @@ from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
-from openquant.hub.fetch import Needs
+from openquant.hub.source import Needs
 from openquant.streaming.meta_model import REST
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openquant.files.checkpoint import Checkpoint
-from openquant.files.tensors import Location, TensorInfo
+from openquant.files.shardfile import Location, TensorInfo
 from openquant.models import MODELS
 
 NAMES = Path(__file__).parents[1] / "names"

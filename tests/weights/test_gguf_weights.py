@@ -11,7 +11,7 @@ from gguf.quants import dequantize
 
 from openquant.errors import SourceError
 from openquant.files.gguf import GgufTensor
-from openquant.files.tensors import Location
+from openquant.files.shardfile import Location
 from openquant.formats.format import Blocks, ggml_types
 from openquant.weights import reading
 from openquant.weights.find import gguf_weight

@@ -9,7 +9,7 @@ import torch
 
 from openquant import compress, diagnose, verify
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.tensors import TensorInfo
+from openquant.files.shardfile import TensorInfo
 from openquant.formats.schemes import MXFP4, NVFP4
 from openquant.plan.plan import make_plan
 from openquant.weights.weight import Weight, WeightTransform

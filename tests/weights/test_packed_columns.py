@@ -17,7 +17,8 @@ from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.plan.plan import make_plan
-from openquant.weights import packed_columns, reading
+from openquant.weights import reading
+from openquant.weights import weight as weight_module
 from support import small_checkpoints
 from support.quantized_checkpoints import (
     Make,
@@ -96,10 +97,10 @@ def test_read_quantized_anew_and_verified_as_what_codes_stand_for(
         return meant(weights[f"{module}.weight"], asked, index)
 
     # Whole, and in strips.
-    for strip in (packed_columns.STRIP, 1 << 12):
+    for strip in (weight_module.STRIP, 1 << 12):
         plain = tmp_path / f"plain-{strip}"
         with monkeypatch.context() as patch:
-            patch.setattr(packed_columns, "STRIP", strip)
+            patch.setattr(weight_module, "STRIP", strip)
             patch.setattr(reading, "BUFFER", strip * 8)
             dequantize(source, plain)
         found = small_checkpoints.read(plain)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from openquant.patterns import compile_pattern, template
 from openquant.registry.architecture import EMBEDDING, HEAD, ExpertLayout, StackedExperts
-from openquant.registry.parts import LayerPart, routed
+from openquant.registry.parts import LayerPart, routed_experts
 
 from .client import EngineAnswer, EngineLayer
 
@@ -119,7 +119,7 @@ def last_parts(names: Iterable[str]) -> list[str]:
 
 
 def call_text(function: str, *arguments: str, **named: str | None) -> str:
-    """Return a function call as Python source: `routed(".mlp.experts", listed_as="experts")`.
+    """Return a function call as Python source: `routed_experts(".mlp.experts", listed_as="experts")`.
 
     Args:
         function: name of the function.
@@ -186,14 +186,15 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
             beside = last != path.rpartition(".")[2]
             path = f"{path}.{last}" if beside else path
             more = ", beside=True" if beside else ""
-            text = f'routed("{path}", experts=ExpertLayout("{path}", stacked=({", ".join(texts)},){more}))'
-            parts_by_source[text] = routed(path, experts=ExpertLayout(path, stacked=tuple(stacks), beside=beside))
+            text = f'routed_experts("{path}", experts=ExpertLayout("{path}", stacked=({", ".join(texts)},){more}))'
+            layout = ExpertLayout(path, stacked=tuple(stacks), beside=beside)
+            parts_by_source[text] = routed_experts(path, experts=layout)
         elif len(order) == 3:
             down = order[-1]
             gate, up = order[:2]
             usual = (gate, up, down) == ("gate_proj", "up_proj", "down_proj")
-            text = call_text("routed", path, *(() if usual else (gate, up, down)))
-            parts_by_source[text] = routed(path, gate, up, down)
+            text = call_text("routed_experts", path, *(() if usual else (gate, up, down)))
+            parts_by_source[text] = routed_experts(path, gate, up, down)
         else:
             compress = (f"{path}.*.{{{','.join(order)}}}",)
             text = f'LayerPart({compress!r}, experts=(ExpertLayout("{path}"),))'
