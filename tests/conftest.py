@@ -40,6 +40,8 @@ EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 
 # Processor seconds of the tests so far, with all that they start, by the module they lie in.
 seconds: dict[Path, float] = {}
+# What is counted of processes that outlive the tests they work for, by process.
+others: dict[int, float] = {}
 # How many modules are named, of those that take most.
 DEAREST = 12
 
@@ -72,7 +74,10 @@ WALKED_QUICKLY = re.compile(
 NIGHTLY = (
     "evaluation/test_eval_ranks.py::test_ranks_of_accelerate_launch_write_the_bytes_of_one_process",
     "fuzz/test_interrupts.py",
+    "serve/test_draft_entry.py::test_the_tool_prints_a_draft",
+    "serve/test_serve.py::test_answers",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
+    "serve/test_serve_four_bits.py::test_answers",
     "serve/test_serve_fp4.py",
     "serve/test_serve_int4.py",
     "serve/test_serve_int8.py",
@@ -93,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         walked = file == "registry/test_every_architecture.py" and WALKED_QUICKLY.search(item.name)
         if file in QUICK or walked:
             item.add_marker(pytest.mark.quick)
-        if not everything() and (file in NIGHTLY or f"{file}::{item.name}" in NIGHTLY):
+        test = f"{file}::{item.name.partition('[')[0]}"
+        if not everything() and (file in NIGHTLY or test in NIGHTLY):
             later.append(item)
     config.hook.pytest_deselected(items=later)
     items[:] = [item for item in items if item not in later]
@@ -102,10 +108,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Count a test's processor seconds; those of a fixture count for the test that asked for it first."""
-    before = sum(os.times()[:4])
+    before = processor_seconds()
     found = yield
-    seconds[item.path] = seconds.get(item.path, 0.0) + sum(os.times()[:4]) - before
+    seconds[item.path] = seconds.get(item.path, 0.0) + processor_seconds() - before
     return found
+
+
+def processor_seconds() -> float:
+    return sum(os.times()[:4]) + sum(others.values())
 
 
 @pytest.hookimpl(optionalhook=True)
