@@ -69,10 +69,19 @@ WALKED_QUICKLY = re.compile(
 )
 
 
-# Only `.ci/nightly` has these files, and these tests of others: more schemes in a real vLLM, whose kernels other files
-# run too; more launchers of ranks; random interrupts; what is installed and what benchmarks print.
+# Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
+# too, and answers over HTTP but for one; launchers of ranks; signals at random places and kills in all passes but a few;
+# how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
+    "calibration/test_calibrate_verb.py::test_a_killed_run_goes_on",
+    "calibration/test_gptq_verb.py::test_gptq_halves_the_loss_of_experts",
+    "calibration/test_gptq_verb.py::test_no_rank_outlives_another_in_the_pass",
+    "cli/test_start.py::test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines",
+    "cli/test_start.py::test_threads_that_wait_sleep_unless_the_user_says_otherwise",
     "evaluation/test_eval_ranks.py::test_ranks_of_accelerate_launch_write_the_bytes_of_one_process",
+    "evaluation/test_eval_resume.py::test_a_run_that_is_ended_twice_gives_the_same_bytes",
+    "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
+    "fit/test_fit_verb.py::test_scoring_that_is_killed_continues_and_gives_the_same_scores",
     "fuzz/test_interrupts.py",
     "serve/test_draft_entry.py::test_the_tool_prints_a_draft",
     "serve/test_serve.py::test_answers",
@@ -84,8 +93,12 @@ NIGHTLY = (
     "serve/test_serve_quantized.py",
     "serve/test_serve_smoothing.py",
     "serve/test_serve_widths.py",
+    "streaming/test_many_layers.py",
+    "streaming/test_streamed.py::test_an_interrupt_at_any_bytecode_of_the_hand_over_ends_all_passes",
     "test_benchmarks.py",
+    "test_distributed.py::test_accelerate_launch_starts_ranks_too",
     "test_distributed.py::test_ranks_on_two_hosts",
+    "test_guides.py::test_a_model_that_fits_is_published",
     "test_packaging.py::test_every_verb_works_from_the_wheel",
 )
 
