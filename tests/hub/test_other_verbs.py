@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress
 from openquant.weights.statistics import read_calibration
-from support import forked_ranks, small_checkpoints
+from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.forked_ranks import COMMANDS
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
 from support.outlier_channels import twin
 
 TEXTS = ("--samples", "2", "--length", "32")
 MODES = {"cached": (), "streamed": ("--stream",)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(
-        preloaded=(*COMMANDS, "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
-    ):
-        yield
 
 
 def at(root: Path) -> Site:

@@ -119,7 +119,6 @@ class Engine:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise EngineError(f"engine.py does not answer\n{_end(log)}")
             time.sleep(0.05)
-        others[process.pid] = float((output / "done").read_text())
         return _answers(output, len(directories), log)
 
     @contextmanager
@@ -215,7 +214,9 @@ def _started(python: Path) -> tuple[subprocess.Popen[bytes], Path]:
     atexit.register(held.close)
     log = Path(held.enter_context(tempfile.TemporaryDirectory()), "log")
     command = [str(python), str(HERE / "engine.py")]
-    return held.enter_context(_process_group(command, log, "shim", "stub")), log
+    process = held.enter_context(_process_group(command, log, "shim", "stub"))
+    others.add(process.pid)
+    return process, log
 
 
 def _answers(output: Path, count: int, log: Path) -> list[Path | EngineError]:

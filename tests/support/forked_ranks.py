@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import shutil
 import signal
@@ -22,16 +23,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from conftest import others
+
 ROOT = Path(__file__).parents[2]
 FORKS = get_context("forkserver")
-# Nothing of openquant: each rank imports what is on the disk, after what a test has it do first.
-PRELOADED = ("numpy", "torch.distributed")
-# The Hub's client as well: it takes its settings from the environment as it is imported, so each command has it take its
-# own. httpx2 or httpx, whichever it has.
-CLIENT = ("huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community")
-COMMANDS = (
-    "pytest", "openquant.api", "openquant.cli.commands", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml",
-    *CLIENT,
+# The Hub's client takes its settings from the environment as it is imported, so each process has it take its own. httpx2
+# or httpx, whichever it has.
+PRELOADED = (
+    "pytest", "numpy", "torch.distributed", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "openquant.api",
+    "openquant.cli.commands", "openquant.streaming.model", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml",
+    "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community",
 )  # fmt: skip
 
 
@@ -40,6 +42,7 @@ class Rank:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], first: str) -> None:
         self.args = list(words)
+        ready()
         out, its_out = FORKS.Pipe(duplex=False)
         err, its_err = FORKS.Pipe(duplex=False)
         self.process = FORKS.Process(target=_run, args=(words, dict(environment), first, its_out, its_err))
@@ -88,6 +91,7 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    importlib.reload(importlib.import_module("huggingface_hub.constants"))
     sys.argv = ["compress_fp8.py", *words]
     exec(first, {"__name__": "__main__"})
     from openquant.cli.commands import compress_main
@@ -96,16 +100,11 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
 
 
 def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str], before: str = "") -> Rank:
-    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS).
-
-    `before` is run first.
-    """
+    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; `before` is run first."""
     name = "compress_main" if script.stem == "compress_fp8" else "main"
     first = f"""
-import importlib, os, sys
+import os, sys
 from openquant.cli.start import {name}
-if "huggingface_hub.constants" in sys.modules:
-    importlib.reload(sys.modules["huggingface_hub.constants"])
 {before}
 os.chdir({str(cwd)!r})
 sys.argv[0] = {str(script)!r}
@@ -171,14 +170,14 @@ def job() -> Iterator[Job]:
             rank.close()
 
 
-@contextmanager
-def forks(*more: str, preloaded: Sequence[str] = PRELOADED) -> Iterator[None]:
-    """Has the process from which ranks are forked, for this block; it imports `preloaded` and `more`."""
-    FORKS.set_forkserver_preload([*preloaded, *more])
+def ready() -> None:
+    """Have the process from which ranks are forked, which stays; its processor seconds are counted."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        return
+    FORKS.set_forkserver_preload([*PRELOADED])
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # As the command has it before it imports torch.
     with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=path):
         forkserver.ensure_running()
-    yield
-    server: Any = forkserver._forkserver
-    server._stop()
+    others.add(server._forkserver_pid)

@@ -21,7 +21,7 @@ NAMES_ITS_SOURCE = ("README.md", ".openquant.json")
 
 
 class Site:
-    """To be used in a block of forks(preloaded=COMMANDS), as the context of its Hub.
+    """To be used as the context of its Hub.
 
     Attributes:
         hub: the Hub.
