@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import os
 import shutil
@@ -85,6 +86,8 @@ class Rank:
 
 
 def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Connection, err: Connection) -> None:
+    # Else each goes through all that was imported, again and again.
+    gc.freeze()
     for stream, end in enumerate((out, err), 1):
         os.dup2(end.fileno(), stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
