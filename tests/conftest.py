@@ -41,8 +41,6 @@ EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 
 # Processor seconds of the tests so far, with all that they start, by the module they lie in.
 seconds: dict[Path, float] = {}
-# Processes that outlive the tests they work for, which count with all that they have started.
-others: set[int] = set()
 # How many modules are named, of those that take most.
 DEAREST = 12
 
@@ -126,7 +124,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def processor_seconds() -> float:
     total = sum(os.times()[:4])
-    for process in others:
+    for process in starting.others:
         # Those that have ended are among its children's.
         with suppress(OSError):
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -30,11 +30,12 @@ from chosen import CHOSEN
 from safetensors.torch import save_file
 
 import openquant
-from conftest import EXAMPLE, ROOT, others
+from conftest import EXAMPLE, ROOT
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
 from openquant.models import MODELS
 from support import small_checkpoints
+from support.starting import others
 
 HERE = Path(__file__).parent
 MISSING = "{} does not name an interpreter with {} (tests/serve/install_{}.sh installs one)"

@@ -24,26 +24,31 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from conftest import others
+from .starting import others
 
 ROOT = Path(__file__).parents[2]
 FORKS = get_context("forkserver")
-# The Hub's client takes its settings from the environment as it is imported, so each process has it take its own. httpx2
-# or httpx, whichever it has.
-PRELOADED = (
-    "pytest", "numpy", "torch.distributed", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "openquant.api",
-    "openquant.cli.commands", "openquant.streaming.model", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml",
-    "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community",
+# What a conversion imports. The Hub's client takes its settings from the environment as it is imported, so each process
+# has it take its own; httpx2 or httpx, whichever it has.
+COMMANDS = (
+    "pytest", "numpy", "openquant.api", "openquant.cli.commands", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto",
+    "yaml", "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community",
+)  # fmt: skip
+# What running a model does too: the larger a process, the longer a fork takes.
+MODELS = (
+    *COMMANDS, "torch.distributed", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "openquant.streaming.model",
 )  # fmt: skip
 
 
 class Rank:
     """A started process, to be used like a subprocess.Popen whose streams are pipes."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], first: str) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], first: str, imported: Sequence[str] = COMMANDS
+    ) -> None:
         self.args = list(words)
-        ready()
+        ready(imported)
         out, its_out = FORKS.Pipe(duplex=False)
         err, its_err = FORKS.Pipe(duplex=False)
         self.process = FORKS.Process(target=_run, args=(words, dict(environment), first, its_out, its_err))
@@ -102,7 +107,14 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
     sys.exit(compress_main())
 
 
-def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str], before: str = "") -> Rank:
+def forked(
+    script: Path,
+    *arguments: object,
+    cwd: Path,
+    environment: Mapping[str, str],
+    before: str = "",
+    imported: Sequence[str] = COMMANDS,
+) -> Rank:
     """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; `before` is run first."""
     name = "compress_main" if script.stem == "compress_fp8" else "main"
     first = f"""
@@ -114,7 +126,7 @@ sys.argv[0] = {str(script)!r}
 sys.exit({name}())
 """
     environment = {"SSL_CERT_FILE": str(one_certificate()), **environment}
-    return Rank([str(argument) for argument in arguments], environment, first)
+    return Rank([str(argument) for argument in arguments], environment, first, imported)
 
 
 @functools.cache
@@ -151,7 +163,7 @@ class Job:
         """One rank; `first` is run before the command."""
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
         environment |= {"MASTER_PORT": str(self.port), **more}
-        self.begun.append(Rank([str(argument) for argument in arguments], environment, first))
+        self.begun.append(Rank([str(argument) for argument in arguments], environment, first, MODELS))
         return self.begun[-1]
 
     def finish(self, size: int, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -173,12 +185,15 @@ def job() -> Iterator[Job]:
             rank.close()
 
 
-def ready() -> None:
-    """Have the process from which ranks are forked, which stays; its processor seconds are counted."""
+def ready(imported: Sequence[str]) -> None:
+    """Have a process from which to fork that has imported these, in place of one that has imported others."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
-        return
-    FORKS.set_forkserver_preload([*PRELOADED])
+        if list(imported) == server._preload_modules:
+            return
+        others.discard(server._forkserver_pid)
+        server._stop()
+    FORKS.set_forkserver_preload(list(imported))
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # As the command has it before it imports torch.
     with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=path):

@@ -43,6 +43,8 @@ IMPORTED = (
     ),
 )
 OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands")
+# Processes that outlive the tests they work for, which count with all that they have started.
+others: set[int] = set()
 _processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends with its stdin.
 # What Python and these modules read as they start: another value needs a start of its own.
 READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
