@@ -1,7 +1,7 @@
 """Which architectures the tests here ask engines about.
 
 In every run one of each kind, most of them in one scheme, in turn; all of them in all with OPENQUANT_ALL=1, which takes
-an hour; a few with
+an hour; a few in all with
 OPENQUANT_ONLY=MiMoForCausalLM,PhiMoEForCausalLM, which takes a minute each.
 """
 
@@ -58,12 +58,12 @@ CHOSEN = choose(NAMED, EVERYTHING)
 
 
 def in_turn(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Of architectures with schemes, each with one of its schemes, in turn; with OPENQUANT_ALL=1 all of them."""
+    """Of architectures with schemes, each with one of its schemes, in turn; all of them with OPENQUANT_ALL=1 or where it is named."""
     schemes: dict[str, list[str]] = {}
     for name, scheme in pairs:
         schemes.setdefault(name, []).append(scheme)
     return tuple(
         (name, scheme)
         for number, (name, found) in enumerate(schemes.items())
-        for scheme in (found if EVERYTHING else [found[number % len(found)]])
+        for scheme in (found if EVERYTHING or NAMED else [found[number % len(found)]])
     )

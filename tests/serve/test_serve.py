@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chosen import CHOSEN, EVERYTHING, in_turn
+from chosen import CHOSEN, EVERYTHING, NAMED, in_turn
 from engine_client import (
     TO_DEQUANTIZED,
     TO_SOURCE,
@@ -118,7 +118,7 @@ RUN = (
 )
 # By day those whose scales are joined, or stand in a stack, too.
 DEQUANTIZED = tuple(
-    run for run in RUN if EVERYTHING or run[0] in (TRAINED, QWEN3_MOE, "Phi3ForCausalLM", "Llama4ForCausalLM")
+    run for run in RUN if EVERYTHING or NAMED or run[0] in (TRAINED, QWEN3_MOE, "Phi3ForCausalLM", "Llama4ForCausalLM")
 )
 
 COMPRESSED = "compressed-tensors"
