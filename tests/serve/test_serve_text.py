@@ -100,16 +100,16 @@ CASES: dict[str, tuple[Mapping[str, Any], float | None, float | None]] = {
         0.002,
     ),
 }
-DOWN = "model.layers.1.mlp.down_proj"
 
 
-def rolled(last: str) -> Callable[[Weights], Weights]:
+def rolled(last: str, layer: int) -> Callable[[Weights], Weights]:
     """The scales of one layer's rows one group on, or the zero points of its words of rows."""
+    name = f"model.layers.{layer}.mlp.down_proj.{last}"
 
     def change(tensors: Weights) -> Weights:
-        held = tensors[f"{DOWN}.{last}"]
+        held = tensors[name]
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[held.element_size()]
-        return tensors | {f"{DOWN}.{last}": held.view(width).roll(1, 1).view(held.dtype)}
+        return tensors | {name: held.view(width).roll(1, 1).view(held.dtype)}
 
     return change
 
@@ -149,13 +149,13 @@ def larger(last: str, factor: float) -> Callable[[Weights], Weights]:
 CONTROLS: dict[str, tuple[str, Callable[[Weights], Weights], float]] = {
     "int8-larger": ("int8", larger("weight_scale", 1.25), 0.01),
     "int8-weights-larger": ("int8-weights", larger("weight_scale", 1.25), 0.01),
-    "int4-scale-moved": ("int4", rolled("weight_scale"), 2 * OWN),
-    "int4-zero-points-moved": ("int4-asymmetric", rolled("weight_zero_point"), 2 * OWN),
+    "int4-scale-moved": ("int4", rolled("weight_scale", 1), 2 * OWN),
+    "int4-zero-points-moved": ("int4-asymmetric", rolled("weight_zero_point", 1), 2 * OWN),
     "int4-order-swapped": ("int4", words_reversed, 2 * OWN),
     "mxfp4-swapped": ("mxfp4", bytes_reversed, 0.1),
-    "mxfp4-moved": ("mxfp4", rolled("weight_scale"), 0.01),
+    "mxfp4-moved": ("mxfp4", rolled("weight_scale", 0), 0.01),
     "nvfp4-swapped": ("nvfp4", bytes_reversed, 0.1),
-    "nvfp4-moved": ("nvfp4", rolled("weight_scale"), 0.01),
+    "nvfp4-moved": ("nvfp4", rolled("weight_scale", 0), 0.01),
     "nvfp4-apart": ("nvfp4", apart, 0.005),
     # Activations are clipped.
     "w4a4-far-off": ("w4a4", larger("input_global_scale", 1024), 0.1),
