@@ -47,12 +47,6 @@ def own(tmp_path: Path) -> Path:
     return small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks("openquant.api", "openquant.cli.commands"):
-        yield
-
-
 @pytest.fixture
 def job() -> Iterator[Job]:
     """A job without torchrun."""

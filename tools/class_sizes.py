@@ -191,11 +191,13 @@ class Sizes:
         if key not in self.known:
             self.known[key] = self._express(axis, value, changed, on)
         expression = self.known[key]
+        if expression is None:
+            # What it is made of is not known, so it is like no other.
+            return self._unknown(axis, value)
         if axis[2] and axis[3] == -1 and isinstance(self.builds.defaults.get(expression), list):
             # Where config.json does not say a list of counts, layers differ by right.
             return ANY
-        # What an unknown size is made of is not known, so it is like no other.
-        return expression or self._unknown(axis, value)
+        return expression
 
     def _unknown(self, axis: Axis, value: int) -> str:
         return self.unknown.setdefault((axis[0], *axis[2:], value), f"?{len(self.unknown)}")

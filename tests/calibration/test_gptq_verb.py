@@ -407,7 +407,7 @@ def test_a_run_that_is_killed_between_experts_goes_on(
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with forked_ranks.forks("torch", "transformers"), forked_ranks.job() as found:
+    with forked_ranks.job() as found:
         yield found
 
 

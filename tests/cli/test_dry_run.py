@@ -16,9 +16,7 @@ from openquant.api import push_notes
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
 from openquant.files.evaluation import evaluation_digest
-from support import forked_ranks
 from support.evaluation_files import evaluate
-from support.forked_ranks import COMMANDS
 from support.hub_site import Site
 
 TEXTS = ("--samples", "2", "--length", "16")
@@ -32,14 +30,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
-
-
 @pytest.fixture
-def site(forks: None, here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Site(tmp_path_factory.mktemp("site")) as found:
         found.cwd = here
         yield found

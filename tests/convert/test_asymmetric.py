@@ -22,6 +22,7 @@ from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.quantized_checkpoints import INT4 as SYMMETRIC
 from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, int4, is_layer, store
+from support.representatives import in_all_ways
 from support.rows import for_each
 from support.small_checkpoints import change_weights
 
@@ -44,7 +45,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
 
 
-@for_each("scheme", ASYMMETRIC)
+@for_each("scheme", in_all_ways(ASYMMETRIC))
 def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: Scheme) -> None:
     source, out = shelf.source("Qwen3ForCausalLM"), tmp_path / "out"
     compress(source, out, scheme.name, group_size=scheme.group_size, asymmetric=True, workers=2)

@@ -42,10 +42,10 @@ from openquant.plan.layout import CopyBytes, Job, ShardLayout
 from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
-from support.representatives import everything
+from support.representatives import everything, in_all_ways
 from support.rows import for_each
 
-schemes = for_each("scheme", SCHEMES.values())
+STORED = {scheme.name: scheme for scheme in in_all_ways(SCHEMES.values())}
 
 
 def split_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -203,7 +203,7 @@ def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
     weights = small_checkpoints.read(source)
     quantized = quantized_by(weights)
-    for name, scheme in SCHEMES.items():
+    for name, scheme in STORED.items():
         compress(source, tmp_path / name, name)
         assert_same(small_checkpoints.read(tmp_path / name), expected_output(weights, quantized, scheme))
         assert not (tmp_path / name / "model.safetensors.index.json").exists()
@@ -218,7 +218,7 @@ def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -
     assert "model.layers.1.feed_forward.experts" in result.ignored_layers
 
 
-@schemes
+@for_each("scheme", STORED.values())
 def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme
 ) -> None:
@@ -266,7 +266,7 @@ def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][500, 255] = value
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    for number, scheme in enumerate(SCHEMES):
+    for number, scheme in enumerate(STORED):
         out = tmp_path / scheme
         with pytest.raises(SourceError) as caught:
             compress(source, out, scheme)
@@ -276,7 +276,7 @@ def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value
         )
         assert not (out / "config.json").exists()
         assert not list(out.glob("*.safetensors"))
-        if number % 3:
+        if number % 3 != 1:
             continue
         # What stays unquantized is copied byte for byte, whatever it holds.
         compress(source, tmp_path / "kept", scheme, ignore=["model.layers.1.mlp.*"], overwrite=True)
@@ -343,7 +343,7 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(t
         limit *= 2.0**127
         schemes = [
             scheme
-            for scheme in VARIANTS
+            for scheme in in_all_ways(VARIANTS)
             if not scheme.format.shares_scale and LARGEST[scheme.format.number] * 2.0**127 == limit
         ]
         weights[name][1, 2] = -(limit + 2.0**120)
@@ -442,7 +442,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=2);"
         "assert 'torch' not in sys.modules; print(r.peak_rss_bytes)"
     )
-    for scheme in SCHEMES:
+    for scheme in STORED:
         command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert peak < 120e6, scheme
@@ -509,7 +509,7 @@ LIMITED = [
 ]
 
 
-@for_each(("scheme", "stored", "dtype"), LIMITED if everything() else LIMITED[::3])
+@for_each(("scheme", "stored", "dtype"), LIMITED if everything() else LIMITED[::5])
 def test_max_memory_is_kept(tmp_path: Path, scheme: str, stored: str, dtype: torch.dtype) -> None:
     """By using fewer of the workers; with room for one only the least that is possible is named."""
     if stored == "wide":
@@ -561,7 +561,7 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
 
     monkeypatch.setattr("openquant.files.shardfile.os.pwrite", count)
     quantized = quantized_by(weights)
-    for name, scheme in SCHEMES.items():
+    for name, scheme in STORED.items():
         out, cached = tmp_path / name, tmp_path / f"{name}-cached"
         direct.clear()
         compress(source, out, name, workers=4)
@@ -613,7 +613,7 @@ def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> No
 def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """The path a GPU takes, on torch's own CPU too."""
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
-    for scheme in SCHEMES:
+    for scheme in STORED:
         compress(source, tmp_path / "numpy" / scheme, scheme)
         for device in ("cpu:0", "cuda:0") if torch.cuda.is_available() else ("cpu:0",):
             out = tmp_path / device / scheme

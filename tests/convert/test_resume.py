@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from openquant.files.shardfile import ShardFile, TensorInfo, make_header
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import COMMANDS, Rank, finish
+from support import small_checkpoints
+from support.forked_ranks import Rank, finish
 from support.other_tools import KINDS, stored_only
 from support.quantized_checkpoints import store
 from support.random_calibrations import skewed
@@ -93,12 +93,6 @@ def source(tmp_path: Path) -> Path:
 def whole(tmp_path: Path, source: Path) -> dict[str, bytes]:
     compress(source, tmp_path / "whole")
     return tree(tmp_path / "whole")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
 
 
 def struck(

@@ -42,6 +42,7 @@ from support import small_checkpoints
 from support.conversions import Shelf
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
 from support.reporters import Told
+from support.representatives import in_all_ways
 
 DOWN = "model.layers.0.mlp.down_proj"
 FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
@@ -101,7 +102,8 @@ def test_errors_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) ->
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
     plain = weight.double().numpy()
     assert (layer.shape, layer.rows) == ((128, 128), 128)
-    for name, scheme in SCHEMES.items():
+    for scheme in in_all_ways(SCHEMES.values()):
+        name = scheme.name
         error, row_error = stored_by_loop(plain, scheme, 40.0)
         assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
         assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
@@ -306,11 +308,11 @@ def test_progress_and_an_interrupt(example: Path) -> None:
 
 def test_sound_layers_are_not_conspicuous(example: Path) -> None:
     """Trained layers lose about what normally distributed weights do, in every scheme."""
-    for scheme in SCHEMES:
-        found = diagnose(example, scheme)  # type: ignore[arg-type]
+    for name in [scheme.name for scheme in in_all_ways(SCHEMES.values())]:
+        found = diagnose(example, name)  # type: ignore[arg-type]
         assert found.conspicuous == []
         for layer in found.layers:
-            assert layer.row_errors[scheme] == pytest.approx(found.normal[scheme], rel=0.15)
+            assert layer.row_errors[name] == pytest.approx(found.normal[name], rel=0.15)
 
 
 def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: Path) -> None:

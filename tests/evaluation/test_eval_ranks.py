@@ -30,12 +30,6 @@ RUN = "sys.exit(main())\n"
 ONE_PROMPT = "from openquant.evaluation import generate\ngenerate.BUILT_IN = 1\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks("transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3"):
-        yield
-
-
 @pytest.fixture
 def job() -> Iterator[Job]:
     with forked_ranks.job() as found:

@@ -397,8 +397,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     before = sorted(path.name for path in output.iterdir())
     words = ["eval", output, "--source", EXAMPLE, "--samples", "4", "--length", "128", "--scratch", tmp_path / "there"]
@@ -408,7 +407,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path,
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "busy\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.endswith("error: interrupted\nhint: run the same command again to continue\n")

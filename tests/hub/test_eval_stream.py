@@ -48,8 +48,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
         settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(root / "hf"), "HF_HUB_DISABLE_XET": "1"}
         for name, value in settings.items():
             patch.setenv(name, value)
-        with forked_ranks.forks("transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3"):
-            yield server
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress
 from openquant.weights.statistics import read_calibration
-from support import forked_ranks, small_checkpoints
+from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.forked_ranks import COMMANDS
+from support.forked_ranks import MODELS
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
 from support.outlier_channels import twin
@@ -24,18 +21,11 @@ TEXTS = ("--samples", "2", "--length", "32")
 MODES = {"cached": (), "streamed": ("--stream",)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(
-        preloaded=(*COMMANDS, "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
-    ):
-        yield
-
-
 def at(root: Path) -> Site:
     """A Hub whose commands run in the directory of the site."""
     site = Site(root, token=None)
     site.cwd = root
+    site.imported = MODELS
     return site
 
 
@@ -94,6 +84,7 @@ def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path):
     here.mkdir()
     with Site(tmp_path / "site") as site:
         site.cwd = here
+        site.imported = MODELS
         site.hub.repositories["org/name"] = EXAMPLE
         fit = ("--fit", "6bits", "--candidates", "nvfp4,int8-weights")
         words = ("compress", "-m", "org/name", *fit, "--stream", "--push-to-hub", "user/mixed", "--push-only")

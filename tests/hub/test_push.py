@@ -28,9 +28,9 @@ from openquant.files.evaluation import evaluation_digest
 from openquant.hub.publish import Publisher
 from openquant.options import Push
 from openquant.report.cells import gigabytes
-from support import forked_ranks, small_checkpoints
+from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.forked_ranks import COMMANDS, Rank, finish
+from support.forked_ranks import Rank, finish
 from support.hub_site import TOKEN, Site
 from support.loopback_hub import Fault
 
@@ -39,12 +39,6 @@ INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00005.safetensors"
 FOREIGN = "model-00001-of-00002.safetensors"
 ONLY = {"kept": (), "deleted": ("--push-only",)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,22 +22,16 @@ from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint, Fingerprint
 from openquant.hub.source import ShardSupply, Source, supply_shards
 from openquant.streaming.session import ArrivingShards
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import COMMANDS, finish
+from support import small_checkpoints
+from support.forked_ranks import finish
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
 
 SHARDS = 6
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
-
-
 @pytest.fixture
-def site(forks: None, tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[Site]:
     """A Hub with a repository, whose commands run in an empty directory."""
     with Site(tmp_path / "site", token=None) as found:
         small_checkpoints.write(found.source, "Qwen3MoeForCausalLM", shards=SHARDS)

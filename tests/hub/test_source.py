@@ -10,16 +10,9 @@ import pytest
 
 from conftest import tree
 from openquant import compress
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import COMMANDS
+from support import small_checkpoints
 from support.hub_site import Site
 from support.loopback_hub import COMMIT, LoopbackHub
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
 
 
 @pytest.fixture

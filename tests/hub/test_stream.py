@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from conftest import tree
 from openquant import compress
 from openquant.hub.source import HubFile, Source, memory_needed
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import COMMANDS, Rank, finish
+from support import small_checkpoints
+from support.forked_ranks import Rank, finish
 from support.hub_site import TOKEN, Site, without_origin
 from support.loopback_hub import COMMIT, Fault
 from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
@@ -48,12 +48,6 @@ class Here(Site):
     def same(self, local: Mapping[str, bytes]) -> bool:
         """Whether the output is what was written from the files themselves."""
         return without_origin(tree(self.out)) == without_origin(local)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
 
 
 @pytest.fixture(scope="module")

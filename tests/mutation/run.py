@@ -341,7 +341,7 @@ def main() -> int:
         name for name in tracked.split("\0") if Path(name).match("test_*.py") and not name.startswith(SKIPPED)
     )
     # All tests start their commands in forks of one process.
-    starting.address()
+    starting.address(starting.IMPORTED)
     for module in IMPORTED:
         importlib.import_module(module)
     fork(tree, where / "collect.log", 600, ["--collect-only", *files], [], caches=True)

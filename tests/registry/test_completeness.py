@@ -17,6 +17,7 @@ from openquant.plan.architecture import mtp_layer_finder, text_config
 from openquant.plan.completeness import ClassComparison, ConfigSizes, compare_with_class
 from openquant.registry.architecture import MTP_LAYER, ModuleRules, find_class_tensors
 from support import small_checkpoints
+from support.representatives import representatives
 
 # What may be lost without a word: parts that transformers does not build, or of which the small model has some tensors.
 _OMNI = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration")
@@ -132,7 +133,7 @@ def test_mtp_layers_that_config_json_counts_are_named(subtests: pytest.Subtests)
     assert {"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM"} <= {*counted}
 
 
-@pytest.mark.parametrize("architecture", small_checkpoints.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", representatives(small_checkpoints.ARCHITECTURES))
 def test_whatever_is_lost_or_of_another_shape_is_named(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Small(architecture)
     # Parsed once in place of a hundred times.

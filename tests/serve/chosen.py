@@ -1,12 +1,14 @@
 """Which architectures the tests here ask engines about.
 
-In every run one of each kind; all of them with OPENQUANT_ALL=1, which takes an hour; a few with
+In every run one of each kind, most of them in one scheme, in turn; all of them in all with OPENQUANT_ALL=1, which takes
+an hour; a few in all with
 OPENQUANT_ONLY=MiMoForCausalLM,PhiMoEForCausalLM, which takes a minute each.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from support import small_checkpoints
 
@@ -53,3 +55,15 @@ def choose(only: str, everything: bool) -> tuple[str, ...]:
 
 
 CHOSEN = choose(NAMED, EVERYTHING)
+
+
+def in_turn(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Of architectures with schemes, each with one of its schemes, in turn; all of them with OPENQUANT_ALL=1 or where it is named."""
+    schemes: dict[str, list[str]] = {}
+    for name, scheme in pairs:
+        schemes.setdefault(name, []).append(scheme)
+    return tuple(
+        (name, scheme)
+        for number, (name, found) in enumerate(schemes.items())
+        for scheme in (found if EVERYTHING or NAMED else [found[number % len(found)]])
+    )

@@ -1,16 +1,18 @@
 """Asks vLLM about model directories. The engine's own interpreter runs this; openquant is not there.
 
-    engine.py logprobs OUTPUT DIRECTORY...     of random prompts
-    engine.py text OUTPUT DIRECTORY...         of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
-    engine.py cached OUTPUT DIRECTORY...       of these, with an FP8 cache whatever config.json says
-    engine.py FILE.json OUTPUT DIRECTORY...    of the prompts in a file like text_prompts.json
-    engine.py pooled OUTPUT DIRECTORY...       embeddings or the scores of classes, of random prompts
-    engine.py layers OUTPUT DIRECTORY...
-    engine.py auto|fp8 OUTPUT DIRECTORY...     what is kept of a token in a cache of that dtype
+Each line of stdin is a question, [mode, output, environment, *directories] in JSON:
 
-Importing vLLM takes longer than a tiny model does, so it is imported once and each directory gets a fork of that
-process: no state is left from one model to the next, and one that fails takes no other down. As many run at a time as
-there are CPUs.
+    logprobs       of random prompts
+    text           of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
+    cached         of these, with an FP8 cache whatever config.json says
+    FILE.json      of the prompts in a file like text_prompts.json
+    pooled         embeddings or the scores of classes, of random prompts
+    layers
+    auto, fp8      what is kept of a token in a cache of that dtype
+
+Answers lie in OUTPUT, one for each directory, and last `done`. Importing vLLM takes
+longer than a tiny model does, so it is imported once and each directory gets a fork of that process: no state is left
+from one model to the next, and one that fails takes no other down. As many run at a time as there are CPUs.
 """
 
 from __future__ import annotations
@@ -235,8 +237,9 @@ def cache(directory: Path, dtype: str) -> dict[str, tuple[str, int, int]]:
     return {name: (type(spec).__name__, spec.page_size_bytes, spec.block_size) for name, spec in specs.items() if spec}
 
 
-def answer(mode: str, directory: Path, output: Path) -> None:
+def answer(mode: str, directory: Path, output: Path, environment: dict[str, str]) -> None:
     """Ask about one directory; write `output`.npy or `output`.json, or `output`.error with the traceback."""
+    os.environ.update(environment)
     os.sched_setaffinity(0, CPUS)
     try:
         # Else vLLM starts an interpreter to look at the class.
@@ -261,8 +264,23 @@ def answer(mode: str, directory: Path, output: Path) -> None:
     os._exit(0)
 
 
+def ask(mode: str, output: Path, environment: dict[str, str], *directories: str) -> None:
+    """Ask about each directory in a fork."""
+    fork = multiprocessing.get_context("fork")
+    running: list[BaseProcess] = []
+    for number, directory in enumerate(directories):
+        # Its sentinel tells nothing of a process here: vLLM closes it.
+        while len(running) >= len(CPUS):
+            time.sleep(0.02)
+            running = [process for process in running if process.is_alive()]
+        running.append(fork.Process(target=answer, args=(mode, Path(directory), output / str(number), environment)))
+        running[-1].start()
+    for process in running:
+        process.join()
+    (output / "done").touch()
+
+
 def main() -> None:
-    mode, output, *directories = sys.argv[1:]
     # What each fork would import.
     importlib.import_module("vllm.v1.worker.cpu_worker")
     configurations.register()
@@ -275,17 +293,9 @@ def main() -> None:
     DefaultModelLoader.track_weights_loading = check
     # Else each fork goes through all that was imported, again and again.
     gc.freeze()
-    fork = multiprocessing.get_context("fork")
-    running: list[BaseProcess] = []
-    for number, directory in enumerate(directories):
-        # Its sentinel tells nothing of a process here: vLLM closes it.
-        while len(running) >= len(CPUS):
-            time.sleep(0.02)
-            running = [process for process in running if process.is_alive()]
-        running.append(fork.Process(target=answer, args=(mode, Path(directory), Path(output, str(number)))))
-        running[-1].start()
-    for process in running:
-        process.join()
+    for line in sys.stdin:
+        mode, output, environment, *directories = json.loads(line)
+        ask(mode, Path(output), environment, *directories)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
 from openquant.models import MODELS
 from support import small_checkpoints
+from support.starting import others
 
 HERE = Path(__file__).parent
 MISSING = "{} does not name an interpreter with {} (tests/serve/install_{}.sh installs one)"
@@ -78,13 +82,13 @@ class Engine:
 
     python: Path
 
-    def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs") -> Answers:
+    def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs", **environment: str) -> Answers:
         """Log-probabilities of the same prompts by each model, [position, token].
 
         The prompts are random ones, with "text" text, with "cached" text by an FP8 cache, with FILE.json those of a file.
         With "pooled" they are embeddings or scores, [prompt, value].
         """
-        found = self._ask(mode, list(models.values()), output)
+        found = self._ask(mode, list(models.values()), output, **environment)
         answers = [answer if isinstance(answer, EngineError) else np.load(answer) for answer in found]
         return Answers(zip(models, answers, strict=True))
 
@@ -102,10 +106,21 @@ class Engine:
             for found in self._ask(dtype, directories, output)
         ]
 
-    def _ask(self, mode: str, directories: Sequence[Path], output: Path) -> list[Path | EngineError]:
+    def _ask(
+        self, mode: str, directories: Sequence[Path], output: Path, **environment: str
+    ) -> list[Path | EngineError]:
         output.mkdir()
-        command = [str(self.python), str(HERE / "engine.py"), mode, str(output), *map(str, directories)]
-        return _answers(command, output, len(directories), "shim", "stub")
+        process, log = _started(self.python)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([mode, str(output), environment, *map(str, directories)]).encode() + b"\n")
+        process.stdin.flush()
+
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not (output / "done").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise EngineError(f"engine.py does not answer\n{_end(log)}")
+            time.sleep(0.05)
+        return _answers(output, len(directories), log)
 
     @contextmanager
     def serve(self, model: Path | str, log: Path, shim: bool, ranks: int = 1, **environment: str) -> Iterator[str]:
@@ -144,10 +159,14 @@ class Loader:
         """What sglang_engine.py says of each directory, given beside the same model in bfloat16, and its source."""
         output.mkdir()
         named = [":".join(map(str, directories)) for directories in asked]
-        command = [str(self.python), str(HERE / "sglang_engine.py"), str(output), *named]
+        command, log = [str(self.python), str(HERE / "sglang_engine.py"), str(output), *named], output / "log"
+        with _process_group(command, log) as process:
+            status = process.wait(ANSWER_SECONDS)
+        if status:
+            raise EngineError(f"sglang_engine.py exited with {status}\n{_end(log)}")
         return [
             found if isinstance(found, EngineError) else json.loads(found.read_text())
-            for found in _answers(command, output, len(asked))
+            for found in _answers(output, len(asked), log)
         ]
 
 
@@ -189,13 +208,20 @@ def table_cells() -> dict[str, list[str]]:
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if name in wanted}
 
 
-def _answers(command: Sequence[str], output: Path, count: int, *paths: str) -> list[Path | EngineError]:
-    """The file with each answer, or what went wrong, of a program that writes `output`/`number`.*."""
-    log = output / "log"
-    with _process_group(command, log, *paths) as process:
-        status = process.wait(ANSWER_SECONDS)
-    if status:
-        raise EngineError(f"{Path(command[1]).name} exited with {status}\n{_end(log)}")
+@cache
+def _started(python: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """engine.py, which all tests of this process ask, and its log; it ends when this process does."""
+    held = ExitStack()
+    atexit.register(held.close)
+    log = Path(held.enter_context(tempfile.TemporaryDirectory()), "log")
+    command = [str(python), str(HERE / "engine.py")]
+    process = held.enter_context(_process_group(command, log, "shim", "stub"))
+    others.add(process.pid)
+    return process, log
+
+
+def _answers(output: Path, count: int, log: Path) -> list[Path | EngineError]:
+    """The file with each answer, or what went wrong, of a program that wrote `output`/`number`.*."""
     answers: list[Path | EngineError] = []
     for number in range(count):
         found = next(output.glob(f"{number}.*"), None)
@@ -221,11 +247,18 @@ def _process_group(command: Sequence[str], log: Path, *paths: str, **more: str) 
     }
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
     try:
         yield process
     finally:
+        assert process.stdin is not None
+        process.stdin.close()
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(STOP_SECONDS)
@@ -311,3 +344,16 @@ def dequantize(source: Path, target: Path) -> Path:
         tensors.pop(f"{name}_shape", None)
         tensors[name] = decode(codes, tensors.pop(form.scale_of(name)), form).to(torch.bfloat16)
     return rewrite(source, target, tensors, config)
+
+
+def write_cached(output: Path, architecture: str, scheme: str) -> Path:
+    """An output of a small model whose scales of keys and values are all different."""
+    source = small_checkpoints.write(output.with_name(f"{output.name}-source"), architecture)
+    openquant.compress(source, output, scheme, kv_cache="fp8")
+
+    def number(held: dict[str, torch.Tensor]) -> None:
+        for at, key in enumerate(key for key in held if key.endswith((".k_scale", ".v_scale"))):
+            held[key].fill_(0.5 + at)
+
+    small_checkpoints.change_weights(output, number)
+    return output

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chosen import CHOSEN, EVERYTHING
+from chosen import CHOSEN, EVERYTHING, NAMED, in_turn
 from engine_client import (
     TO_DEQUANTIZED,
     TO_SOURCE,
@@ -108,19 +108,17 @@ SERVED = tuple(
         and (scheme != "channel" or name in (*PLAIN_EXPERTS, *DENSE) or not MODELS[name].experts)
     )
 )
-# A server takes as long as forty models. One per tensor answers in test_serve_from_hub.py.
-ANSWERING = tuple(
-    run
-    for run in SERVED
-    if run in ((TRAINED, "block"), (QWEN3_MOE, "tensor")) or (EVERYTHING and run[0] in (TRAINED, QWEN3_MOE))
-)
-LOADABLE = {name: [scheme for served, scheme in SERVED if served == name] for name in RANDOM}
-IN_TURN = {name: schemes[number % len(schemes)] for number, (name, schemes) in enumerate(LOADABLE.items()) if schemes}
+# A server takes as long as forty models: by day one per tensor answers, in test_serve_from_hub.py.
+ANSWERING = ((TRAINED, "block"), *(run for run in SERVED if run == (QWEN3_MOE, "tensor")))
 # The trained model in each scheme, the others in one, in turn; in all with OPENQUANT_ALL=1.
-RUN = tuple(
-    (name, scheme)
-    for name, scheme in SERVED
-    if EVERYTHING or name == TRAINED or (name, scheme) in ANSWERING or scheme == IN_TURN[name]
+RUN = (
+    *(run for run in SERVED if run[0] == TRAINED),
+    *in_turn(run for run in SERVED if run[0] not in (TRAINED, QWEN3_MOE)),
+    *(run for run in SERVED if run[0] == QWEN3_MOE),
+)
+# By day those whose scales are joined, or stand in a stack, too.
+DEQUANTIZED = tuple(
+    run for run in RUN if EVERYTHING or NAMED or run[0] in (TRAINED, QWEN3_MOE, "Phi3ForCausalLM", "Llama4ForCausalLM")
 )
 
 COMPRESSED = "compressed-tensors"
@@ -299,11 +297,11 @@ def logprobs(
     mixtures: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Answers:
-    """Of every source, every compressed directory and mixture, `<it>-dequantized`, and the spoilt ones."""
+    """Of sources, compressed directories and mixtures, of some `<it>-dequantized`, and of the spoilt ones."""
     root = tmp_path_factory.mktemp("logprobs")
     models = {**sources, **compressed, **mixtures}
     models["separate"] = separate_scales(compressed[f"{TRAINED}-tensor"], root / "separate")
-    for name in ("separate", *compressed, *mixtures):
+    for name in ("separate", *(f"{name}-{scheme}" for name, scheme in DEQUANTIZED), *mixtures):
         models[f"{name}-dequantized"] = dequantize(models[name], root / f"{name}-dequantized")
     for scheme in SCHEMES:
         models[f"larger-{scheme}"] = larger_scales(compressed[f"{TRAINED}-{scheme}"], root / f"larger-{scheme}")
@@ -316,7 +314,7 @@ def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) ->
     assert logprobs.between(name, f"{name}-{scheme}") <= FURTHER.get(name, bound)
 
 
-@pytest.mark.parametrize(("name", "scheme"), RUN)
+@pytest.mark.parametrize(("name", "scheme"), DEQUANTIZED)
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
     bound = TO_DEQUANTIZED[scheme]
     if scheme == "channel":
@@ -427,13 +425,7 @@ def is_quantized(architecture: str) -> bool:
     return MODELS[architecture].embedding is not None
 
 
-ALL_CASES = (
-    *(
-        Case(f"{name}-{scheme}", name, scheme)
-        for name in small_checkpoints.ARCHITECTURES
-        for scheme in SCHEMES
-        if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
-    ),
+MORE_CASES = (
     Case("compressed-tensor", "LlamaForCausalLM", "tensor", format=COMPRESSED),
     Case("compressed-block", "LlamaForCausalLM", "block", format=COMPRESSED),
     Case("compressed-block-experts", QWEN3_MOE, "block", format=COMPRESSED),
@@ -479,9 +471,8 @@ ALL_CASES = (
     # No such case for Llama 4: vLLM loads no checkpoint with these names, quantized or not.
     Case("llama4-wrapped", LLAMA4_WRAPPED, "tensor", ("**.layers.1.self_attn.*", "**.layers.0.feed_forward.up_proj")),
 )
-CASES = tuple(case for case in ALL_CASES if case.architecture in CHOSEN)
 # What must be listed, since vLLM builds it as FP8 where it is not.
-ALL_LISTED = {
+LISTED = {
     GEMMA3_WRAPPED: {
         "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
         "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj",
@@ -502,7 +493,17 @@ ALL_LISTED = {
         *("visual.merger.mlp.0", "visual.merger.mlp.2"),
     },
 }
-LISTED = {name: modules for name, modules in ALL_LISTED.items() if name in CHOSEN}
+UNLISTED = in_turn((name, scheme) for name in LISTED if name in CHOSEN for scheme in ("tensor", "channel"))
+BUILT = in_turn(
+    (name, scheme)
+    for name in CHOSEN
+    for scheme in SCHEMES
+    if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
+)
+CASES = (
+    *(Case(f"{name}-{scheme}", name, scheme) for name, scheme in dict.fromkeys((*BUILT, *UNLISTED))),
+    *(case for case in MORE_CASES if case.architecture in CHOSEN),
+)
 DROPPED = "model.layers.1.mlp.down_proj"
 
 
@@ -539,10 +540,9 @@ def layers(
     """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, `dropped-<scheme>` and `ungrouped`."""
     root = tmp_path_factory.mktemp("layers")
     models = dict(cases)
-    for architecture in LISTED:
-        for scheme in ("tensor", "channel"):
-            name = f"{architecture}-{scheme}"
-            models[f"{name}-unlisted"] = unlist(cases[name], root / name)
+    for architecture, scheme in UNLISTED:
+        name = f"{architecture}-{scheme}"
+        models[f"{name}-unlisted"] = unlist(cases[name], root / name)
     for scheme in SCHEMES:
         source = compressed[f"{TRAINED}-{scheme}"]
         tensors = {
@@ -573,8 +573,7 @@ def test_every_layer_is_built_as_it_is_stored(case: Case, cases: dict[str, Path]
     assert built(layers[case.name], stored) == stored
 
 
-@pytest.mark.parametrize("scheme", ["tensor", "channel"])
-@pytest.mark.parametrize("architecture", LISTED)
+@pytest.mark.parametrize(("architecture", "scheme"), UNLISTED)
 def test_control_unlisted_layers_show(architecture: str, scheme: str, layers: Layers) -> None:
     listed, unlisted = (built(layers[f"{architecture}-{which}"], set()) for which in (scheme, f"{scheme}-unlisted"))
     assert unlisted - listed == {usual(module) for module in LISTED[architecture]}

@@ -1,4 +1,4 @@
-"""An FP8 cache of keys and values: what it costs, in vLLM and as openquant eval computes it, and who loads its scales.
+"""An FP8 cache of keys and values: what it costs, in vLLM and as openquant eval computes it, and that vLLM loads its scales.
 
 The divergence of text is 0.0011 larger with it: channel 0.0019 -> 0.0030, tensor 0.0008 -> 0.0018, int4 0.0089 -> 0.0098.
 """
@@ -6,17 +6,16 @@ The divergence of text is 0.0011 larger with it: channel 0.0019 -> 0.0030, tenso
 from __future__ import annotations
 
 import json
-from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chosen import EVERYTHING
-from engine_client import Answers, EngineError, find_engine, find_loader, rewrite
+from engine_client import Answers, EngineError, find_engine, rewrite, write_cached
 from engine_layers import UNBUILT
 
 from conftest import EXAMPLE
-from openquant import calibrate, compress, dequantize
+from openquant import calibrate, compress
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
@@ -129,37 +128,14 @@ LOADED = (
 ALL = tuple((name, "none") for name in small_checkpoints.ARCHITECTURES if name not in UNBUILT and cached(name))
 
 
-def numbered(root: Path, name: str, scheme: str) -> tuple[Path, list[float]]:
-    """An output whose scales of keys and values are all different, and these."""
-    output = root / f"{name}-{scheme}"
-    compress(small_checkpoints.write(root / f"{name}-{scheme}-source", name), output, scheme, kv_cache="fp8")
-    keys = [key for key in small_checkpoints.read(output) if key.endswith((".k_scale", ".v_scale"))]
-    scales = {key: 0.5 + at for at, key in enumerate(keys)}
-    small_checkpoints.change_weights(output, lambda held: [held[key].fill_(scale) for key, scale in scales.items()])
-    return output, sorted(scales.values())
-
-
 def test_vllm_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
-    written = dict(numbered(tmp_path, *each) for each in dict.fromkeys((*LOADED, *(ALL if EVERYTHING else ()))))
-    answers = find_engine().layers(list(written), tmp_path / "answers")
-    for (output, scales), answer in zip(written.items(), answers, strict=True):
+    asked = dict.fromkeys((*LOADED, *(ALL if EVERYTHING else ())))
+    outputs = [write_cached(tmp_path / f"{name}-{scheme}", name, scheme) for name, scheme in asked]
+    for output, answer in zip(outputs, find_engine().layers(outputs, tmp_path / "answers"), strict=True):
         assert not isinstance(answer, EngineError), f"{output}: {answer}"
         found = sorted(scale for both in answer["cache"].values() for scale in both)
+        stored = small_checkpoints.read(output).items()
+        scales = [float(each) for key, each in stored if key.endswith((".k_scale", ".v_scale"))]
         # Layers that use another's keys and values have none of their own.
         shared = [1.0] * (len(found) - len(scales)) if "Gemma3n" in output.name else []
         assert found == sorted([*scales, *shared]), output
-
-
-def test_sglang_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
-    """Its classes of Llama do; some others take 1 in their place (models.py)."""
-    written = dict(numbered(tmp_path, "LlamaForCausalLM", scheme) for scheme in ("channel", "tensor", "none"))
-    unread = dict(numbered(tmp_path, name, "channel") for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"))
-    written |= unread
-    for output in written:
-        dequantize(output, output.with_name(f"{output.name}-plain"))
-    asked = [(output, *[output.with_name(f"{output.name}-plain")] * 2) for output in written]
-    for (output, scales), answer in zip(written.items(), find_loader().load(asked, tmp_path / "answers"), strict=True):
-        assert not isinstance(answer, EngineError), f"{output}: {answer}"
-        assert not answer["unfilled"] and not answer["differing"]
-        found = sorted(each for each in answer["cache"].values() if not isnan(each))
-        assert found == ([] if output in unread else scales)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chosen import CHOSEN, EVERYTHING
+from chosen import CHOSEN, in_turn
 from engine_client import (
     TO_DEQUANTIZED,
     Answers,
@@ -32,7 +32,6 @@ from support import small_checkpoints
 pytestmark = pytest.mark.serve
 
 SCHEMES = ("int4", "nvfp4", "mxfp4")
-# They are stored alike, so each architecture has one of them in turn; both with OPENQUANT_ALL=1.
 WIDTHS = ("int5", "int6")
 MOE = "Qwen3MoeForCausalLM"
 SERVED = tuple(
@@ -48,21 +47,18 @@ MIXED = tuple(f"{name}-int5-mixed" for name in SERVED if name == MOE)
 MIXTURE = {"**.self_attn.{q,k,v}_proj": "channel", "**.o_proj": "nvfp4", "**.layers.0.mlp.*": "int8-weights"}
 # Random weights: 0.025 to 0.05, in mxfp4 up to 0.06; equal ones 0.
 TO_SOURCE = 0.1
-LOADED = tuple(
+LOADABLE = tuple(
     (name, scheme)
     for name in CHOSEN
-    for scheme in SCHEMES
+    for scheme in (*SCHEMES, *WIDTHS)
     if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
 )
-LOADED_WIDTHS = tuple(
-    (name, scheme)
-    for number, name in enumerate(CHOSEN)
-    for scheme in (WIDTHS if EVERYTHING else WIDTHS[number % 2 :][:1])
-    if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
+COMPUTED = (
+    *in_turn(cell for cell in LOADABLE if cell[0] in SERVED and cell[0] != MOE and cell[1] in SCHEMES),
+    *(cell for cell in LOADABLE if cell[0] == MOE),
 )
-COMPUTED = tuple((name, scheme) for name in SERVED for scheme in SCHEMES) + tuple(
-    cell for cell in LOADED_WIDTHS if cell[0] == MOE
-)
+# Each architecture in one, in turn; in all with OPENQUANT_ALL=1.
+LOADED = tuple(dict.fromkeys((*in_turn(LOADABLE), *COMPUTED)))
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +73,11 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """
     root = tmp_path_factory.mktemp("four-bits")
     found = {}
-    for name in dict.fromkeys(name for name, _ in (*LOADED, *LOADED_WIDTHS)):
+    for name in dict.fromkeys(name for name, _ in LOADED):
         found[name] = small_checkpoints.write(root / name, name, vocab=2048)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(EXAMPLE / file, found[name])
-    for name, scheme in (*LOADED, *LOADED_WIDTHS):
+    for name, scheme in LOADED:
         output = found[f"{name}-{scheme}"] = root / f"{name}-{scheme}"
         compress(found[name], output, scheme)
         if (name, scheme) in COMPUTED:
@@ -102,7 +98,7 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def layers(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Layers:
-    asked = {f"{name}-{scheme}": outputs[f"{name}-{scheme}"] for name, scheme in (*LOADED, *LOADED_WIDTHS)}
+    asked = {f"{name}-{scheme}": outputs[f"{name}-{scheme}"] for name, scheme in LOADED}
     answers = engine.layers(list(asked.values()), tmp_path_factory.mktemp("layers") / "answers")
     return dict(zip(asked, answers, strict=True))
 
@@ -110,7 +106,7 @@ def layers(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.Te
 @pytest.fixture(scope="module")
 def logprobs(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Of the sources and outputs of those that are served, and of outputs with experts in each other's place."""
-    loaded_alone = {f"{name}-{scheme}" for name, scheme in LOADED_WIDTHS if (name, scheme) not in COMPUTED}
+    loaded_alone = {f"{name}-{scheme}" for name, scheme in LOADED if (name, scheme) not in COMPUTED}
     asked = {
         name: path for name, path in outputs.items() if name.partition("-")[0] in SERVED and name not in loaded_alone
     }
@@ -126,7 +122,7 @@ def swapped(name: str) -> str:
     return re.sub(r"(?<=[.]experts[.])[01](?=[.])", lambda number: str(1 - int(number[0])), name)
 
 
-@pytest.mark.parametrize(("name", "scheme"), [*LOADED, *LOADED_WIDTHS])
+@pytest.mark.parametrize(("name", "scheme"), LOADED)
 def test_every_layer_is_built_as_it_is_stored(name: str, scheme: str, outputs: dict[str, Path], layers: Layers) -> None:
     """And the weights fill the model, or else vLLM refuses them."""
     stored = written(outputs[f"{name}-{scheme}"])
@@ -149,7 +145,7 @@ def test_the_table_says_what_is_loaded_and_served() -> None:
         for word in ("served", "loaded")
         if of(scheme, cell) == word
     }
-    assert said == {(*cell, "served" if cell[0] in SERVED else "loaded") for cell in LOADED}
+    assert said == {(*cell, "served" if cell[0] in SERVED else "loaded") for cell in LOADABLE if cell[1] in SCHEMES}
 
 
 @pytest.mark.parametrize(("name", "scheme"), COMPUTED)
@@ -173,10 +169,8 @@ def test_experts_compute_with_zero_points(name: str, logprobs: Answers) -> None:
     assert logprobs.between(MOE, name) <= TO_SOURCE
 
 
-# A server takes as long as forty models; all of those that are served have one with OPENQUANT_ALL=1.
-@pytest.mark.parametrize(
-    "name", [name for name in SERVED if name == "Qwen3ForCausalLM" or (EVERYTHING and name != MOE)]
-)
+# Only .ci/nightly does: a server takes as long as forty models.
+@pytest.mark.parametrize("name", [name for name in SERVED if name != MOE])
 def test_answers(name: str, engine: Engine, outputs: dict[str, Path], tmp_path: Path) -> None:
     model = outputs[f"{name}-int4"]
     with engine.serve(model, tmp_path / "log", shim=True) as address:

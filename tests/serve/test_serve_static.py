@@ -32,9 +32,7 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         for share in (4, 8):
             smaller = {name: each / share if name.endswith("input_scale") else each for name, each in tensors.items()}
             models[f"{format}/{share}"] = rewrite(models[format], root / f"{format}-{share}", smaller)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_DISABLED_KERNELS", UNROUNDED)
-        return engine.logprobs(models, root / "answers", "text")
+    return engine.logprobs(models, root / "answers", "text", VLLM_DISABLED_KERNELS=UNROUNDED)
 
 
 @pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])

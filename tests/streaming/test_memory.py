@@ -36,6 +36,7 @@ from openquant.streaming.memory import (
     weight_memory,
 )
 from support import small_checkpoints
+from support.representatives import everything
 
 # Of each matrix the outputs of gate and up, and what goes into down, whose Gram matrix has 67 MB.
 WIDE = 4096
@@ -168,7 +169,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("verb", ["gptq", "awq", "fit", "eval"])
+@pytest.mark.parametrize("verb", ["gptq", "awq", "fit", "eval"] if everything() else ["gptq", "eval"])
 def test_what_a_hint_says_is_enough_and_is_kept(
     wide: Path,
     stored: Path,

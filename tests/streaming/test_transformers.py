@@ -19,7 +19,7 @@ from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, TENSOR, VARIA
 from openquant.models import MODELS
 from support import small_checkpoints, small_models
 from support.conversions import Shelf
-from support.representatives import everything
+from support.representatives import everything, in_all_ways
 
 DENSE = [
     "LlamaForCausalLM",
@@ -181,7 +181,7 @@ def test_a_quantized_embedding_is_refused(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
-READ = [scheme for scheme in VARIANTS if scheme.method == "compressed-tensors" and scheme is not CHANNEL]
+READ = [scheme for scheme in in_all_ways(VARIANTS) if scheme.method == "compressed-tensors" and scheme is not CHANNEL]
 COMPRESSED = [
     *((CHANNEL, name) for name in (ALL if everything() else FOR_CHANNELS)),
     *((scheme, DENSE[number % len(DENSE)]) for number, scheme in enumerate(READ)),

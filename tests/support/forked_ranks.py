@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
+import importlib
 import os
 import shutil
 import signal
@@ -22,24 +24,31 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from .starting import others
+
 ROOT = Path(__file__).parents[2]
 FORKS = get_context("forkserver")
-# Nothing of openquant: each rank imports what is on the disk, after what a test has it do first.
-PRELOADED = ("numpy", "torch.distributed")
-# The Hub's client as well: it takes its settings from the environment as it is imported, so each command has it take its
-# own. httpx2 or httpx, whichever it has.
-CLIENT = ("huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community")
+# What a conversion imports. The Hub's client takes its settings from the environment as it is imported, so each process
+# has it take its own; httpx2 or httpx, whichever it has.
 COMMANDS = (
-    "pytest", "openquant.api", "openquant.cli.commands", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml",
-    *CLIENT,
+    "pytest", "numpy", "openquant.api", "openquant.cli.commands", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto",
+    "yaml", "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community",
+)  # fmt: skip
+# What running a model does too: the larger a process, the longer a fork takes.
+MODELS = (
+    *COMMANDS, "torch.distributed", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "openquant.streaming.model",
 )  # fmt: skip
 
 
 class Rank:
     """A started process, to be used like a subprocess.Popen whose streams are pipes."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], first: str) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], first: str, imported: Sequence[str] = COMMANDS
+    ) -> None:
         self.args = list(words)
+        ready(imported)
         out, its_out = FORKS.Pipe(duplex=False)
         err, its_err = FORKS.Pipe(duplex=False)
         self.process = FORKS.Process(target=_run, args=(words, dict(environment), first, its_out, its_err))
@@ -82,12 +91,15 @@ class Rank:
 
 
 def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Connection, err: Connection) -> None:
+    # Else each goes through all that was imported, again and again.
+    gc.freeze()
     for stream, end in enumerate((out, err), 1):
         os.dup2(end.fileno(), stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    importlib.reload(importlib.import_module("huggingface_hub.constants"))
     sys.argv = ["compress_fp8.py", *words]
     exec(first, {"__name__": "__main__"})
     from openquant.cli.commands import compress_main
@@ -95,24 +107,26 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
     sys.exit(compress_main())
 
 
-def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str], before: str = "") -> Rank:
-    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS).
-
-    `before` is run first.
-    """
+def forked(
+    script: Path,
+    *arguments: object,
+    cwd: Path,
+    environment: Mapping[str, str],
+    before: str = "",
+    imported: Sequence[str] = COMMANDS,
+) -> Rank:
+    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; `before` is run first."""
     name = "compress_main" if script.stem == "compress_fp8" else "main"
     first = f"""
-import importlib, os, sys
+import os, sys
 from openquant.cli.start import {name}
-if "huggingface_hub.constants" in sys.modules:
-    importlib.reload(sys.modules["huggingface_hub.constants"])
 {before}
 os.chdir({str(cwd)!r})
 sys.argv[0] = {str(script)!r}
 sys.exit({name}())
 """
     environment = {"SSL_CERT_FILE": str(one_certificate()), **environment}
-    return Rank([str(argument) for argument in arguments], environment, first)
+    return Rank([str(argument) for argument in arguments], environment, first, imported)
 
 
 @functools.cache
@@ -149,7 +163,7 @@ class Job:
         """One rank; `first` is run before the command."""
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
         environment |= {"MASTER_PORT": str(self.port), **more}
-        self.begun.append(Rank([str(argument) for argument in arguments], environment, first))
+        self.begun.append(Rank([str(argument) for argument in arguments], environment, first, MODELS))
         return self.begun[-1]
 
     def finish(self, size: int, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -171,14 +185,17 @@ def job() -> Iterator[Job]:
             rank.close()
 
 
-@contextmanager
-def forks(*more: str, preloaded: Sequence[str] = PRELOADED) -> Iterator[None]:
-    """Has the process from which ranks are forked, for this block; it imports `preloaded` and `more`."""
-    FORKS.set_forkserver_preload([*preloaded, *more])
+def ready(imported: Sequence[str]) -> None:
+    """Have a process from which to fork that has imported these, in place of one that has imported others."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        if list(imported) == server._preload_modules:
+            return
+        others.discard(server._forkserver_pid)
+        server._stop()
+    FORKS.set_forkserver_preload(list(imported))
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # As the command has it before it imports torch.
     with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=path):
         forkserver.ensure_running()
-    yield
-    server: Any = forkserver._forkserver
-    server._stop()
+    others.add(server._forkserver_pid)

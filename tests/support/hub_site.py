@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conftest import ROOT, tree
 
-from .forked_ranks import Rank, finish, forked
+from .forked_ranks import COMMANDS, Rank, finish, forked
 from .loopback_hub import LoopbackHub
 
 SCRIPT = ROOT / "openquant" / "__main__.py"
@@ -21,7 +21,7 @@ NAMES_ITS_SOURCE = ("README.md", ".openquant.json")
 
 
 class Site:
-    """To be used in a block of forks(preloaded=COMMANDS), as the context of its Hub.
+    """To be used as the context of its Hub.
 
     Attributes:
         hub: the Hub.
@@ -29,6 +29,7 @@ class Site:
         source: a copy of the model that was given, if one was.
         out: where an output is to go.
         cwd: where commands run.
+        imported: what they need not import.
     """
 
     def __init__(self, root: Path, model: Path | None = None, token: str | None = TOKEN) -> None:
@@ -36,6 +37,7 @@ class Site:
         self.root, self.out = root, root / "out"
         self.source = shutil.copytree(model, root / "source") if model else root / "source"
         self.cwd = ROOT
+        self.imported = COMMANDS
         self.token = token
         self.hub = LoopbackHub(root / "hub", token=token)
 
@@ -48,7 +50,8 @@ class Site:
 
     def begin(self, *words: object, before: str = "", **environment: str) -> Rank:
         """An openquant verb against the Hub, started; the code `before` is run first."""
-        return forked(SCRIPT, *words, cwd=self.cwd, environment={**self.environment, **environment}, before=before)
+        settings = {**self.environment, **environment}
+        return forked(SCRIPT, *words, cwd=self.cwd, environment=settings, before=before, imported=self.imported)
 
     @property
     def environment(self) -> dict[str, str]:

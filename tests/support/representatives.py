@@ -1,4 +1,4 @@
-"""Architectures that stand for all: each registry feature and each kind of layer that changes how a model runs is in one.
+"""Architectures and schemes that stand for all: each registry feature and each kind of layer that changes how a model runs is in one.
 
 tests/registry/test_every_architecture.py walks all architectures once. What tests a mechanism (a continued pass, a pack, a
 Hessian) and not an entry runs on these; `.ci/nightly` sets OPENQUANT_ALL=1, and runs it on all.
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from openquant.formats.schemes import Scheme
 from openquant.models import MODELS
 from openquant.streaming.packing import Packing
 from support import small_checkpoints
@@ -37,6 +38,8 @@ REPRESENTATIVES = {
     "FalconForCausalLM": "parts of a fused layer that config.json chooses",
     "GPTNeoXForCausalLM": "equal parts of a fused layer, of which two are cached",
 }
+# One scale for all, for blocks, of groups by powers of two; integers, in bytes and in words; two scales.
+_SCHEMES = ("tensor", "block", "mxfp8", "int8", "int5", "nvfp4")
 # Registry features that are about names, engines or reasons, and change nothing that runs.
 _DATA = ("name", "pattern", "why", "hint", "path", "layers", "key", "decided", "sglang", "refused", "cache_refused", "head_refused",
          "embedding", "windows", "spellings", "renames", "beyond", "towers", "rest", "nameless", "writes", "listed_as", "fp8",
@@ -61,6 +64,11 @@ def everything() -> bool:
 def representatives(among: Iterable[str] = small_checkpoints.RUNNABLE) -> list[str]:
     """Architectures to test a mechanism on, of those among which it can be: all of them at night."""
     return [name for name in among if everything() or name in REPRESENTATIVES]
+
+
+def in_all_ways(schemes: Iterable[Scheme]) -> list[Scheme]:
+    """Of schemes one for each way to store weights: all of them at night. What computes codes is tested on all by day."""
+    return [scheme for scheme in schemes if everything() or scheme.name in _SCHEMES]
 
 
 def features(architecture: str) -> set[str]:

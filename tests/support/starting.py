@@ -1,16 +1,17 @@
 """Starts commands as forks of a process that has imported torch and transformers, which takes a start from seconds to tenths.
 
-The process is started once for all that run tests at the same time (a worker of pytest-xdist, a mutant), and imports
-nothing of openquant. A command whose environment differs in what those imports read is started as usual.
+The process is started once for all that run tests at the same time (a worker of pytest-xdist), and imports openquant too,
+but for mutants, which each change it. A command whose environment differs in what those imports read is started as usual.
 
     starting.run([ROOT / "compress_fp8.py", "-m", source], cwd=here, env=os.environ)
-    python tests/support/starting.py SOCKET     # the process
+    python tests/support/starting.py SOCKET MODULE...     # the process
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -41,6 +42,9 @@ IMPORTED = (
         "transformers.tokenization_utils_tokenizers",
     ),
 )
+OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands")
+# Processes that outlive the tests they work for, which count with all that they have started.
+others: set[int] = set()
 _processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends with its stdin.
 # What Python and these modules read as they start: another value needs a start of its own.
 READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
@@ -89,13 +93,16 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if READ_AT_IMPORT.fullmatch(name)}
 
 
-def address() -> str:
+def address(imported: Sequence[str] = (*IMPORTED, *OURS)) -> str:
     """The socket of the process, which is started if nobody has; what it read of the environment is beside it."""
     if ADDRESS not in os.environ:
         socket_path = f"{tempfile.mkdtemp(prefix='openquant-starter-')}/socket"
         Path(f"{socket_path}.json").write_text(json.dumps(_read_at_import(os.environ)))
         process = subprocess.Popen(
-            [sys.executable, __file__, socket_path], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, __file__, socket_path, *imported],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         _processes.append(process)
         while not Path(socket_path).exists():
@@ -108,12 +115,14 @@ def address() -> str:
 # The process.
 
 
-def serve(address: str) -> None:
+def serve(address: str, *imported: str) -> None:
     """Wait for commands on a socket, and start each in a fork, until stdin ends."""
-    for name in IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     # Nobody waits for those that wait for a command.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Else each fork goes through all that was imported, again and again.
+    gc.freeze()
     atexit.register(shutil.rmtree, Path(address).parent)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{address}.new")
@@ -196,4 +205,4 @@ def _run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

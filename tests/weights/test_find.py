@@ -54,6 +54,7 @@ from support.quantized_checkpoints import (
     weights_of,
     widened,
 )
+from support.representatives import in_all_ways
 from support.rows import for_each
 from support.small_checkpoints import change_weights
 
@@ -133,7 +134,8 @@ ITSELF = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Deeps
 
 
 @for_each(
-    ("scheme", "architecture"), [(scheme, ITSELF[number % len(ITSELF)]) for number, scheme in enumerate(VARIANTS)]
+    ("scheme", "architecture"),
+    [(scheme, ITSELF[number % len(ITSELF)]) for number, scheme in enumerate(in_all_ways(VARIANTS))],
 )
 def test_an_output_in_its_own_scheme_is_the_same_bytes(
     shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme
@@ -157,7 +159,7 @@ def test_dequantized_outputs_are_what_codes_and_scales_stand_for(
     shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     source = small_checkpoints.read(shelf.source("Qwen3ForCausalLM"))
-    for scheme in VARIANTS:
+    for scheme in in_all_ways(VARIANTS):
         with subtests.test(scheme=scheme.suffix):
             output = shelf.converted("Qwen3ForCausalLM", scheme).output
             dequantize(output, tmp_path / "plain", overwrite=True)
