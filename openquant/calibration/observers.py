@@ -206,25 +206,16 @@ def observe_inputs(
     by_layer = _group_by_layer(model, linears, experts, caches)
     all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
     if pass_checkpoint is not None:
-        pass_checkpoint.extra = lambda: _serialize(all_statistics)
-        if pass_checkpoint.saved is not None:
-            with pass_checkpoint.continuing():
-                _add_serialized(all_statistics, pass_checkpoint.saved)
-                _require_statistics_of(pass_checkpoint.done, by_layer)
+        _continue(pass_checkpoint, all_statistics, by_layer)
 
     @contextmanager
     def observe() -> Iterator[None]:
         with products_in_float32(model.device), observer.on():
             yield
 
-    def after_unit(unit: str, group: int, number: int, hidden: Tensor) -> None:
-        del group, number, hidden
+    def after_unit(unit: str, *_: object) -> None:
         for statistics in by_layer.get(unit, ()):
-            if statistics.absmax is not None and not torch.isfinite(statistics.absmax).all():
-                raise SourceError(
-                    f"the inputs of {statistics.tensors[0]} are not finite on these texts",
-                    "the model overflows there: look at its weights with openquant diagnose",
-                )
+            _require_finite(statistics)
 
     def body(ids: Tensor) -> None:
         cache = CacheObserver(model.model.config, caches) if caches else None
@@ -257,6 +248,28 @@ def observe_inputs(
     of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
     of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]
     return _merge_same_inputs(statistics.to_input_statistics() for statistics in of_inputs), kv_absmax
+
+
+def _continue(
+    pass_checkpoint: PassCheckpoint,
+    all_statistics: list[RunningStatistics],
+    by_layer: Mapping[str, Sequence[RunningStatistics]],
+) -> None:
+    """Take what an interrupted pass has recorded, and have statistics saved with the pass."""
+    pass_checkpoint.extra = lambda: _serialize(all_statistics)
+    if pass_checkpoint.saved is not None:
+        with pass_checkpoint.continuing():
+            _add_serialized(all_statistics, pass_checkpoint.saved)
+            _require_statistics_of(pass_checkpoint.done, by_layer)
+
+
+def _require_finite(statistics: RunningStatistics) -> None:
+    """Refuse infinite inputs and NaN."""
+    if statistics.absmax is not None and not torch.isfinite(statistics.absmax).all():
+        raise SourceError(
+            f"the inputs of {statistics.tensors[0]} are not finite on these texts",
+            "the model overflows there: look at its weights with openquant diagnose",
+        )
 
 
 def _cache_statistics(layer: int) -> tuple[RunningStatistics, RunningStatistics]:

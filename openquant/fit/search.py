@@ -76,14 +76,8 @@ def search_mixtures(
     fp8 = request.kv_cache == "fp8"
     options = PlanOptions(tuple(request.ignore), head=quantize_lm_head, embedding=quantize_embeddings)
     wanted_engines = request.engines or "both"
-    menu = make_menu(
-        opened,
-        options,
-        request.candidates,
-        wanted_engines,
-        None if budget is None else budget.gpu,
-        request.architecture,
-    )
+    gpu_type = None if budget is None else budget.gpu
+    menu = make_menu(opened, options, request.candidates, wanted_engines, gpu_type, request.architecture)
 
     limit = None
     # How much memory a CPU has for weights is not known.
