@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from .evaluation.run import evaluate
     from .evaluation.types import OutputEvaluation
     from .files.destination import DiskSpace
-    from .fit.result import FitTable, SearchResult
     from .fit.search import search_mixtures
-    from .fit.table import fit_table
+    from .fit.table import FitTable, SearchResult, fit_table
     from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
     from .hub.error_mapping import NotFound, PushError, Unreachable
     from .hub.source import Source
@@ -91,7 +90,7 @@ _HOMES = {
     "DiskSpace": "files.destination",
     "Evaluation": "evaluation.results",
     "Explanation": "plan.summary",
-    "FitTable": "fit.result",
+    "FitTable": "fit.table",
     "OutputEvaluation": "evaluation.types",
     "PackedLinear": "packed",
     "Plan": "plan.plan",
@@ -100,7 +99,7 @@ _HOMES = {
     "Report": "verification.headers",
     "Reporter": "result",
     "Result": "result",
-    "SearchResult": "fit.result",
+    "SearchResult": "fit.table",
     "Source": "hub.source",
     "calibrate": "calibration.run",
     "evaluate": "evaluation.run",

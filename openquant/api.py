@@ -21,7 +21,7 @@ from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_rea
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
-from .files.cards import metadata_notes, source_of, split_card, stated_facts
+from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import Fingerprint, readable
 from .files.destination import (
     DiskSpace,
@@ -33,7 +33,6 @@ from .files.destination import (
     output_errors,
     read_journal,
 )
-from .files.evaluation import evaluation_notes
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.names import (

@@ -16,10 +16,9 @@ from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import Progress, WeightFindings, check_written, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
-from .files.cards import card_of
+from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
 from .files.checkpoint import Fingerprint, Stamp, open_checkpoint, readable
 from .files.destination import output_errors
-from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
 from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, read_small
 from .files.output import REPLACE, Claim
 from .formats.numbers import NonFinite

@@ -5,11 +5,11 @@ run           calibrate(): runs texts and writes the input statistics of the lay
 observers     hooks that record absmax, mean magnitudes and mean squares of each layer's inputs, and absmax of keys and
               values
 smoothing     smoothing mappings: a smooth_layer, and the balance_layers that read its outputs; scales that move
-              outliers from INT8 activations into weights (SmoothQuant), and what scales change about weights and norms
-awq           scales that give important input channels finer steps (AWQ)
-hessian       Hessians of layers, H = X'X over the tokens that go into a layer
+              outliers from INT8 activations into weights (SmoothQuant) or give important input channels finer steps
+              (AWQ), and what scales change about weights and norms
 gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
-gptq_pass     runs texts through a model, and rounds each layer by GPTQ
+gptq_pass     runs texts through a model, and rounds each layer by GPTQ with its Hessians, H = X'X over the tokens that
+              go into it
 prepare       what a run of compress() calibrates before the final plan
 
 weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()

@@ -33,17 +33,19 @@ from ..threads import in_threads
 from ..weights.reading import Reader
 from ..weights.statistics import SUFFIX, Calibration
 from ..weights.weight import WeightTransforms
-from .awq import awq_scale, search_memory, with_importance
 from .run import calibration_destination, find_calibration, read_texts
 from .smoothing import (
     MappingTransforms,
     SmoothingMapping,
     UsableMappings,
     apply_smoothing,
+    awq_scale,
     combine_transforms,
     mapping_shards,
+    search_memory,
     smoothquant_scale,
     usable_mappings,
+    with_importance,
 )
 
 if TYPE_CHECKING:

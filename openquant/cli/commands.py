@@ -484,8 +484,8 @@ def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | 
         return None, None
 
     from ..evaluation.run import local_output, taken_by_evaluation
+    from ..files.cards import EVALUATION
     from ..files.destination import Destination, require_all
-    from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
     taken = taken_by_evaluation(options, Texts(**call.values(Texts)))

@@ -5,12 +5,11 @@ compare              runs source, noise floor and outputs unit by unit over the 
 kl                   KL divergence and other figures at each position of a document, and their means and intervals
 as_served            an output as engines serve it: decoded weights, rounded activations, FP8 KV cache
 generate             greedy continuations of prompts by source and output, and where they differ
-task_passes          multiple-choice questions as token ids, run among the texts
-task_results         what eval.json has of tasks: accuracies, intervals, paired tests
-under_test           the checkpoints that are compared, with their settings
+task_passes          multiple-choice questions as token ids, run among the texts; what eval.json has of tasks:
+                     accuracies, intervals, paired tests
 verdict              how weights differ from the source's, and the layers that stand out
 results, types       eval.json, the types of its keys, and the verdict in a word; what is measured so far, of several
-                     ranks or for a run that continues an interrupted one
+                     ranks or for a run that continues an interrupted one; the checkpoints that are compared
 
 evaluation = evaluate("Qwen3-8B-FP8", "Qwen/Qwen3-8B")
 evaluation.outputs[0]["kl"]["mean"]      # 0.0031

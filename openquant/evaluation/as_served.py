@@ -35,7 +35,7 @@ from ..registry.architecture import ROUTER, ModuleRules
 from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
 from ..streaming.interleaved import ForwardPass
-from ..streaming.lazy_tensors import LazyTensors
+from ..streaming.meta_model import LazyTensors
 from ..streaming.model import StreamedModel, products_in_float32
 from ..weights.find import decoded_view, with_tool_config
 

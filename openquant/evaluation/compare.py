@@ -45,11 +45,20 @@ from ..streaming.session import documents_of_rank
 from .as_served import ServedModel, logits
 from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
 from .kl import ModelNames, compare_logits
-from .results import Evaluation, EvaluationState, Measurements, make_evaluation, pack_records, unpack_records
-from .task_passes import TaskPasses
-from .task_results import evaluate_tasks
+from .results import (
+    Evaluation,
+    EvaluationSettings,
+    EvaluationState,
+    Measurements,
+    ModelUnderTest,
+    OutputUnderTest,
+    make_evaluation,
+    pack_records,
+    require_one_model,
+    unpack_records,
+)
+from .task_passes import TaskPasses, evaluate_tasks
 from .types import counted_questions
-from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .verdict import compare_weights
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..distributed import Ranks
 from ..errors import UsageError
+from ..files.cards import EVALUATION
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import Destination, Taken, taken_by
-from ..files.evaluation import EVALUATION
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
 from ..hub.source import Source, find_source, model_folder
@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from ..data.corpus import Corpus
     from ..data.tokenizer import Tokenizer
     from ..streaming.pass_checkpoint import PassCheckpoint
-    from .results import Evaluation
+    from .results import Evaluation, ModelUnderTest
     from .task_passes import TaskRequests
-    from .under_test import ModelUnderTest
 
 
 @document_options(Evaluate, Texts)
@@ -111,7 +110,7 @@ def _evaluate(
     inputs = _check_inputs(options, texts, ranks)
     # These import transformers.
     from .compare import compare_outputs
-    from .under_test import EvaluationSettings
+    from .results import EvaluationSettings
 
     models = inputs.models
     tasks = inputs.tasks
@@ -198,7 +197,7 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
 
 def _models_under_test(inputs: _Inputs) -> list[ModelUnderTest]:
     """The source and its outputs."""
-    from .under_test import ModelUnderTest
+    from .results import ModelUnderTest
 
     of_source = inputs.tokenizers[0]
     return [

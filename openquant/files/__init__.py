@@ -10,7 +10,7 @@ output                      one run's claim on its output directory: the lock an
                             resumed: its finished shards are known by their final names and sizes
 destination                 where other files may go and what they must not replace; whole or not at all; room on disk;
                             `.openquant.json`, which records how an output was made
-evaluation, cards           eval.json and README.md, read with distrust
+cards                       eval.json and README.md, read with distrust
 model_files                 configs and indexes; names of files, and which belong to a model
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))

@@ -27,9 +27,9 @@ from ..recipes import Request
 from ..result import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
-from .result import Point, SearchResult
 from .search import Asked, Points, mixtures_of_sizes, sorted_points
 from .session import Session
+from .table import Point, SearchResult
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus

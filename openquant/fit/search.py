@@ -26,8 +26,8 @@ from ..result import Reporter
 from ..streaming.memory import memory_left
 from .budget import read_gpus, weights_on_gpus
 from .menu import BestMixtures, Menu, Mixture, bits_per_weight, make_menu
-from .result import Point, SearchResult
 from .session import Session
+from .table import Point, SearchResult
 
 
 @document_options(Search)

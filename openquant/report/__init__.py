@@ -3,8 +3,8 @@
 text          what verbs print: plan, weights, summary of a run, and what verify, eval, diagnose and explain found;
               `fit` for its table
 card          README.md of an output (card.jinja, evaluation.jinja), with the text of the source's card in it
-html, charts  an HTML page of evaluations or of a search; its charts, and the picture of several outputs
-figure        pictures of evaluations: one or several for a model card, and the recovery of tasks
+html, charts  an HTML page of evaluations or of a search; its charts, and pictures of one or several outputs and of the
+              recovery of tasks
 words         what the words and figures on a page mean
 cells         what cells of tables say; names and texts of others made safe to print
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..diagnosis.result import BROKEN, activations
-from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
+from ..fit.table import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
 from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
 

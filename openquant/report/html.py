@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.types import kl_text
+from ..files.cards import evaluation_digest
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, FileKind
-from ..files.evaluation import evaluation_digest
 from ..files.model_files import EVAL_PAGE, EVAL_PICTURE
-from ..fit.result import SearchResult
+from ..fit.table import SearchResult
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
@@ -106,7 +106,7 @@ def render_page(page: PageContent) -> str:
     """
     from markupsafe import Markup
 
-    from . import charts, figure
+    from . import charts
 
     filters: dict[str, Callable[..., Any]] = {
         "size": gigabytes,
@@ -137,8 +137,8 @@ def render_page(page: PageContent) -> str:
         "comparison": charts.comparison,
         "names_in_picture": charts.names_in_picture,
         "points_as_outputs": charts.points_as_outputs,
-        "recovery_of_outputs": figure.recovery_of_outputs,
-        "recovery_of_tasks": figure.recovery_of_tasks,
+        "recovery_of_outputs": charts.recovery_of_outputs,
+        "recovery_of_tasks": charts.recovery_of_tasks,
         "identity": evaluation_digest,
         "most_texts": MOST_TEXTS,
         "version": __version__,
@@ -202,7 +202,7 @@ def write_evaluated(
     if page is not None:
         page.write(render_page(evaluated_page(evaluations, [Path(model) for model in models])).encode())
     if figure is not None:
-        from .figure import draw_picture
+        from .charts import draw_picture
 
         figure.write(draw_picture(evaluations))
 

@@ -3,10 +3,11 @@
 A unit is the part of the model that is loaded at once: an embedding table, a decoder layer or the output head.
 
 model                  a StreamedModel loads and frees the units of a model; how far passes are; products of bfloat16 on
-                       CPUs without instructions for them; `meta_model` makes the model without weights from headers
+                       CPUs without instructions for them
+meta_model             the model without weights, from headers; tensors as transformers loads them, read or decoded when
+                       they are indexed; stacks of experts
 interleaved            runs forward passes unit by unit, and reads every weight once
 hooks                  observes or replaces the inputs of layers
-lazy_tensors           tensors as transformers loads them, read or decoded when they are indexed; stacks of experts
 packing                several questions in one sequence, each computed as if it were alone
 offload                a file for hidden states that do not fit into memory
 pass_checkpoint        a file that forward passes are saved to, so that a stopped run continues

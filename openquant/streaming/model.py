@@ -35,9 +35,8 @@ from ..machine import available_cpus
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import transformers_internals
-from .lazy_tensors import TORCH_DTYPES, LazyTensors
 from .memory import compute_dtype
-from .meta_model import REST, MetaModel
+from .meta_model import REST, TORCH_DTYPES, LazyTensors, MetaModel
 from .session import LocalShards, ShardProvider
 
 # Bytes above which embeddings are looked up in pieces of LOOKUPS tokens, and the output head is multiplied in pieces of

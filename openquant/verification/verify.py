@@ -18,9 +18,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
+from ..files.cards import find_evaluation
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.destination import WeightFacts, facts_in, read_journal
-from ..files.evaluation import find_evaluation
 from ..files.model_files import open_regular
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format

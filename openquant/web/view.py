@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 
 from ..errors import OpenQuantError
-from ..fit.result import FitTable
+from ..fit.table import FitTable
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.engines import sglang_refusal

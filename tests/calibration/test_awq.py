@@ -12,8 +12,14 @@ import torch
 
 from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress, evaluate, verify
-from openquant.calibration.awq import EXPONENTS, SampledRows, sample_rows, search_scale
-from openquant.calibration.smoothing import SmoothingMapping, nearest_powers_of_two
+from openquant.calibration.smoothing import (
+    EXPONENTS,
+    SampledRows,
+    SmoothingMapping,
+    nearest_powers_of_two,
+    sample_rows,
+    search_scale,
+)
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_ranges

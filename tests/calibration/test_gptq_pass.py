@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openquant import dequantize
+from openquant.calibration import gptq_pass
 from openquant.calibration import gptq_pass as gptq_module
-from openquant.calibration import hessian as hessian_module
 from openquant.calibration.gptq import find_error_propagation
-from openquant.calibration.gptq_pass import round_layers
-from openquant.calibration.hessian import Hessian
+from openquant.calibration.gptq_pass import Hessian, round_layers
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
@@ -272,7 +271,7 @@ def test_an_expert_s_codes_are_those_of_the_textbook_s_loop(
     monkeypatch.setattr(Hessian, "pop_matrix", noted)
     values = gptq_module.to_float32
     monkeypatch.setattr(gptq_module, "to_float32", lambda *args: values(*args).astype(np.float64))
-    monkeypatch.setattr(hessian_module, "MOE_TOKENS", 0)
+    monkeypatch.setattr(gptq_pass, "MOE_TOKENS", 0)
     compressed(source, tmp_path / "out", scheme, gptq=True)
     out, weights = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(source)
     for expert, inputs in experts_inputs(source).items():

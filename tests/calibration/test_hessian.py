@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openquant.calibration.gptq_pass import round_layers
-from openquant.calibration.hessian import (
+from openquant.calibration.gptq_pass import (
     MOE_TOKENS,
     Hessian,
     HessianObserver,
     LayerHessians,
     find_hessians,
     in_memory_parts,
+    round_layers,
 )
 from openquant.data.corpus import Corpus, Document
 from openquant.files.checkpoint import Checkpoint, open_checkpoint

@@ -15,7 +15,7 @@ from openquant import compress, dequantize, explain
 from openquant.api import push_notes
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
-from openquant.files.evaluation import evaluation_digest
+from openquant.files.cards import evaluation_digest
 from support.evaluation_files import evaluate
 from support.hub_site import Site
 

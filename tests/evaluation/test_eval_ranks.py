@@ -139,7 +139,7 @@ from pathlib import Path
 from openquant.distributed import Ranks
 from openquant.files.checkpoint import open_checkpoint
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import EvaluationSettings, ModelUnderTest
 from openquant.data.corpus import Corpus, Document
 
 ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32))]

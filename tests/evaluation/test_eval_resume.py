@@ -22,8 +22,7 @@ from openquant.errors import OutputError, SourceError
 from openquant.evaluation import generate, results
 from openquant.evaluation import run as evaluation_run
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.source import Source
 from openquant.models import MODELS

@@ -26,8 +26,8 @@ from openquant.evaluation import generate, run
 from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.task_passes import TaskPasses, TaskRequests, encode_requests, longest_sequence
+from openquant.files.cards import check_evaluation
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import check_evaluation
 from openquant.report.card import evaluated_card
 from openquant.report.text import evaluation_text
 from openquant.streaming.interleaved import run_interleaved

@@ -25,8 +25,8 @@ from openquant.evaluation import run as evaluation
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.run import _scratch_directory
 from openquant.files import destination
+from openquant.files.cards import EVALUATION, find_evaluation, read_evaluation
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import EVALUATION, find_evaluation, read_evaluation
 from openquant.hub.source import Source
 from openquant.options import Evaluate
 from openquant.report import html

@@ -21,10 +21,9 @@ from openquant import compress
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import SourceError, UsageError
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
+from openquant.files.cards import check_evaluation
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import check_evaluation
 from openquant.streaming.offload import OffloadFile
 from support import small_checkpoints
 

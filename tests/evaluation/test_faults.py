@@ -25,7 +25,7 @@ from openquant.data.corpus import read_corpus
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.under_test import ModelUnderTest
+from openquant.evaluation.results import ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Texts
 from support import small_checkpoints

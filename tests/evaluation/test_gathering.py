@@ -13,8 +13,7 @@ from openquant import compress
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.kl import DocumentRecord
-from openquant.evaluation.results import Evaluation, pack_records, unpack_records
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest, pack_records, unpack_records
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.session import documents_of_rank
 from support import small_checkpoints

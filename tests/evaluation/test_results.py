@@ -11,8 +11,7 @@ import pytest
 from conftest import change_json
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import ModelUnderTest
+from openquant.evaluation.results import Evaluation, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 

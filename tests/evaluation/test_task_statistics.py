@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from openquant.evaluation.task_results import (
+from openquant.evaluation.task_passes import (
     PairedScores,
     bootstrap_means,
     difference_interval,

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import change_json
 from openquant.errors import SourceError, UsageError, naming
-from openquant.evaluation.under_test import ModelUnderTest, require_one_model
+from openquant.evaluation.results import ModelUnderTest, require_one_model
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

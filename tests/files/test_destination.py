@@ -9,9 +9,9 @@ from typing import BinaryIO
 import pytest
 
 from openquant.errors import UsageError
+from openquant.files.cards import EVALUATION
 from openquant.files.destination import Destination, FileKind, Taken, require_all, taken_by
-from openquant.files.evaluation import EVALUATION
-from openquant.report.figure import draw_picture
+from openquant.report.charts import draw_picture
 from openquant.report.html import PAGE, PICTURE, PageContent, render_page
 from openquant.weights.statistics import Calibration, calibrations
 from support.evaluation_files import evaluation

@@ -14,8 +14,7 @@ import pytest
 from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
-from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import (
+from openquant.files.cards import (
     MAX_ITEMS,
     FoundEvaluation,
     check_evaluation,
@@ -23,6 +22,7 @@ from openquant.files.evaluation import (
     find_evaluation,
     read_evaluation,
 )
+from openquant.files.checkpoint import open_checkpoint
 from openquant.files.model_files import EVALUATION_FILES
 from support import small_checkpoints
 from support.evaluation_files import evaluate, evaluation

@@ -17,7 +17,7 @@ from openquant.cli.commands import main
 from openquant.errors import UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
-from openquant.fit.result import Point, SearchResult
+from openquant.fit.table import Point, SearchResult
 from openquant.report.fit import frontier_text
 
 

@@ -521,9 +521,9 @@ def prompts(case: Case) -> Trial:
 
 
 def evaluation(case: Case) -> Trial:
+    from openquant.files.cards import EVALUATION as KIND
+    from openquant.files.cards import read_evaluation
     from openquant.files.checkpoint import readable
-    from openquant.files.evaluation import EVALUATION as KIND
-    from openquant.files.evaluation import read_evaluation
     from openquant.report.card import evaluated_card
     from openquant.report.html import evaluated_page, render_page
 
@@ -559,8 +559,8 @@ PATHS = [
 
 def paths(case: Case) -> Trial:
     """Files to write, in a directory where much is something else than a file."""
+    from openquant.files.cards import EVALUATION as FIGURES
     from openquant.files.destination import Destination, taken_by
-    from openquant.files.evaluation import EVALUATION as FIGURES
     from openquant.report.html import PAGE, PICTURE
     from openquant.weights.statistics import calibrations
 

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from conftest import change_json, tree
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
-from openquant.files.evaluation import evaluation_digest
+from openquant.files.cards import evaluation_digest
 from openquant.hub.publish import Publisher
 from openquant.options import Push
 from openquant.report.cells import gigabytes

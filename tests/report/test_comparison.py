@@ -15,8 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
-from openquant.report.charts import STYLE, by_kl, comparison, draw_comparison, names_in_picture, on_frontier
-from openquant.report.figure import draw_picture
+from openquant.report.charts import (
+    STYLE,
+    by_kl,
+    comparison,
+    draw_comparison,
+    draw_picture,
+    names_in_picture,
+    on_frontier,
+)
 from support.evaluation_files import EVIL, evaluation, several
 
 SIZES = [(10.5, 4.8), (8.0, 4.2), (4.4, 4.4)]

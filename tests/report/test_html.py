@@ -22,11 +22,10 @@ from matplotlib.transforms import Bbox
 from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.commands import main
+from openquant.files.cards import evaluation_digest, find_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.destination import Destination
-from openquant.files.evaluation import evaluation_digest, find_evaluation
-from openquant.report.charts import by_depth, by_domain, distribution, draw_distribution
-from openquant.report.figure import draw_picture
+from openquant.report.charts import by_depth, by_domain, distribution, draw_distribution, draw_picture
 from openquant.report.html import PICTURE, PageContent, evaluated_page, render_page, write_evaluated
 from support.evaluation_files import EVIL, evaluation, hostile, several, with_tasks
 

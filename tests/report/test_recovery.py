@@ -11,9 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from openquant.errors import SourceError
-from openquant.files.evaluation import check_evaluation
-from openquant.report.charts import STYLE, by_kl
-from openquant.report.figure import draw_picture, draw_recovery, recovery_of_outputs, recovery_of_tasks, recovery_rows
+from openquant.files.cards import check_evaluation
+from openquant.report.charts import (
+    STYLE,
+    by_kl,
+    draw_picture,
+    draw_recovery,
+    recovery_of_outputs,
+    recovery_of_tasks,
+    recovery_rows,
+)
 from openquant.report.html import PageContent, evaluated_page, render_page
 from support.evaluation_files import evaluation, several, with_tasks
 

@@ -18,7 +18,7 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.models import MODELS
 from support import small_checkpoints

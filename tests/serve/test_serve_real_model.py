@@ -23,8 +23,7 @@ from openquant import compress
 from openquant.data.corpus import read_corpus
 from openquant.data.tokenizer import load_tokenizer
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Texts
 from support.representatives import everything

@@ -23,7 +23,7 @@ from conftest import EXAMPLE
 from openquant import PackedLinear, calibrate
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from support import mixture_of_experts, small_checkpoints
 from support.outlier_channels import twin

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openquant.files.shardfile import TensorInfo
-from openquant.streaming.lazy_tensors import find_expert_stacks
+from openquant.streaming.meta_model import find_expert_stacks
 
 Weights = dict[str, torch.Tensor]
 COUNT = 11

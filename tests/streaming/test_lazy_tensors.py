@@ -10,7 +10,7 @@ import torch
 from conftest import change_json
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming.lazy_tensors import LazyTensors
+from openquant.streaming.meta_model import LazyTensors
 from openquant.weights.find import decoded_view
 from support import small_checkpoints
 

@@ -17,7 +17,7 @@ from conftest import change_json
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.evaluation.results import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.source import Needs
 from openquant.streaming.meta_model import REST

@@ -25,7 +25,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import interleaved
 from openquant.streaming import model as module
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
-from openquant.streaming.lazy_tensors import LazyTensors
+from openquant.streaming.meta_model import LazyTensors
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from support import quantized_checkpoints, small_checkpoints

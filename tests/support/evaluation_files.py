@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openquant.files.cards import check_evaluation
 from openquant.files.checkpoint import Fingerprint, open_checkpoint
-from openquant.files.evaluation import check_evaluation
 from openquant.files.model_files import EVAL_FILE
 
 EDGES = [1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]
