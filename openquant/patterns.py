@@ -6,6 +6,7 @@ Ignore lists of config.json are names and regular expressions instead, and are m
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from functools import cache
 
@@ -176,7 +177,10 @@ class Expressions:
 
 def _compile(entry: str) -> re.Pattern[str]:
     try:
-        return re.compile(entry.removeprefix("re:"))
+        with warnings.catch_warnings():
+            # Python warns of expressions that other releases of it may read otherwise.
+            warnings.simplefilter("ignore")
+            return re.compile(entry.removeprefix("re:"))
     except (re.error, OverflowError, RecursionError) as error:
         shown = entry if len(entry) <= 80 else f"{entry[:80]}..."
         raise UsageError(f"config.json: {shown!r} is no regular expression: {error}", MEND) from None
@@ -199,10 +203,9 @@ class Ignored:
         self.key = key
         self.entries = tuple(entries)
         self._exact = {entry: entry for entry in self.entries}
-        self._expressions = Expressions(self.entries)
+        self._expressions = Expressions(() if by_experts else self.entries)
         self._experts: dict[str, str] = {}
         if by_experts:
-            self._expressions = Expressions(())
             self._experts = {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)}
 
     def find(self, names: Iterable[str]) -> str | None:

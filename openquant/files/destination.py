@@ -93,7 +93,7 @@ class Destination:
     @property
     def title(self) -> str:
         """Name in messages: "--report report.html"."""
-        return f"{self.option} {self.path}".lstrip()
+        return f"{self.option} {self.path}" if self.option else str(self.path)
 
     def require(self) -> None:
         """Refuse a path that must not, or cannot, be written. Nothing is written.

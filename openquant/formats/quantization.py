@@ -389,7 +389,8 @@ _MIXED_PRECISION = "MIXED_PRECISION"
 
 def _read_modelopt(method: str, settings: dict[str, Any]) -> Quantization:
     # hf_quant_config.json has one level more.
-    settings = _inner(settings, "quantization") or settings
+    if isinstance(settings.get("quantization"), dict):
+        settings = settings["quantization"]
     if str(settings.get("quant_algo")).upper() == _MIXED_PRECISION:
         return _read_mixed_precision(method, settings)
     fmt, inputs = _modelopt_format(settings, "config.json has")

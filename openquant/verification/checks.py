@@ -51,7 +51,6 @@ def check_headers(
 
     Raises:
         SourceError: the index cannot be read.
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     findings = Findings(ours, list(quantization.problems))
     scheme = check_settings(checkpoint, quantization, findings)

@@ -144,9 +144,6 @@ def check_listed(headers: Headers, findings: Findings) -> None:
     Args:
         headers: the quantized directory, as its config and the headers of its shards describe it.
         findings: problems, one line each, are added to it.
-
-    Raises:
-        UsageError: matching names with regular expressions of the ignore list takes too long.
     """
     ignored = headers.quantization.ignored
     for weight in headers.codes.values():
@@ -168,9 +165,6 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
         headers: the quantized directory, as its config and the headers of its shards describe it.
         entry: the registry's rules for the modules of its architecture.
         findings: problems and notes, one line each, are added to it, and missing names to its `unlisted`.
-
-    Raises:
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     ignored = headers.quantization.ignored
 
@@ -227,9 +221,6 @@ def check_head(headers: Headers, findings: Findings) -> None:
     Args:
         headers: the quantized directory, as its config and the headers of its shards describe it.
         findings: problems, one line each, are added to it.
-
-    Raises:
-        UsageError: matching names with regular expressions of the config takes too long.
     """
     if not headers.head and not headers.embedding:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openquant.errors import UsageError
-from openquant.patterns import Expressions
+from openquant.patterns import Expressions, Ignored
 
 NAMES = [f"model.layers.{layer}.mlp.{part}_proj" for layer in (0, 10) for part in ("gate", "up")]
 
@@ -43,3 +43,10 @@ def test_expressions_that_are_none() -> None:
         assert caught.value.hint == MEND
     with pytest.raises(UsageError, match="is no regular expression"):
         Expressions(["re:" + "(" * 900])
+    # Where an engine reads names alone, nothing is an expression.
+    assert Ignored("modules_to_not_convert", ["re:a(b", NAMES[0]], by_experts=True).find(NAMES) == NAMES[0]
+
+
+def test_python_s_warnings_of_expressions_are_not_the_user_s(recwarn: pytest.WarningsRecorder) -> None:
+    assert Expressions(["re:[[]x"]).find("[x") == "re:[[]x"
+    assert list(recwarn) == []

@@ -16,7 +16,7 @@ from support import small_checkpoints
 
 SPACE = Path(__file__).parents[2] / "space"
 # What Pyodide lacks, or would take long to load.
-ABSENT = ("accelerate", "greenlet", "httpx2", "huggingface_hub", "jinja2", "numba", "numpy", "regex", "resource")
+ABSENT = ("accelerate", "greenlet", "httpx2", "huggingface_hub", "jinja2", "numba", "numpy", "resource")
 ABSENT += ("safetensors", "tokenizers", "torch", "tqdm", "transformers", "yaml")
 # Plans requests on stdin, each a repository and what is asked of it, as worker.js does.
 SCRIPT = """

@@ -35,7 +35,7 @@ from typing import NoReturn
 # Names the socket of a process that runs already.
 ADDRESS = "OPENQUANT_STARTER"
 IMPORTED = (
-    *("numpy", "torch", "tqdm", "jinja2", "yaml", "regex", "huggingface_hub", "safetensors.torch", "tokenizers"),
+    *("numpy", "torch", "tqdm", "jinja2", "yaml", "huggingface_hub", "safetensors.torch", "tokenizers"),
     *(
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
