@@ -13,6 +13,7 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def fill_template(name: str, values: Mapping[str, Any], filters: Mapping[str, An
     return environment.from_string(read_part(name)).render(values)
 
 
+@cache
 def read_part(name: str) -> str:
     """Read a file that lies beside the modules of this room."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
