@@ -185,6 +185,7 @@ class _Comparer:
                 for number in within
             ]
             self._compare_counts(stored, kind, within)
+            self._compare_uncounted(stored, kind, within)
         if len(self.losses) == before:
             self._compare_occurrences(prefix, layers, stored)
         return length * fewest, False
@@ -241,6 +242,22 @@ class _Comparer:
 
         for number in sorted(short):
             self.losses += self._lost_experts(stored.prefix, number, counts)
+
+    def _compare_uncounted(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
+        """Compare how many experts layers have that config.json does not count."""
+        names = [name for name, rule in kind.items() if rule.repeats == ANY and name in stored.present]
+        for number in numbers:
+            there = [name for name in names if stored.present[name][number]]
+            most = max((self._experts_of(f"{stored.prefix}.{number}", name) for name in there), default=0)
+            self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(there, most))
+
+    def _experts_of(self, layer: str, name: str) -> int:
+        """How many experts a layer has: as many as its router has rows, or else one more than the last one's number."""
+        module = name.partition(".*")[0].rpartition(".")[0]
+        for router in ("gate.weight", "gate_weight"):
+            for _, info in self.stored.find(f"{layer}.{module}.{router}"):
+                return info.shape[0]
+        return 1 + max(int(found[0]) for found, _ in self.stored.find(f"{layer}.{name}"))
 
     def _lost_experts(self, prefix: str, number: int, counts: Mapping[str, int]) -> Iterator[Loss]:
         """Name the experts that a layer lacks; counts: how many there must be, by their names below the layer."""

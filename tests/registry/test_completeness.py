@@ -24,21 +24,17 @@ _OMNI = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMo
 UNNAMED = {
     "AXK1ForCausalLM": r"model\.layers\.0\.post_mlp_layernorm",
     "DeciLMForCausalLM": r"model\.layers\.[0*]\.(self_attn|input_layernorm)",
-    # Layers have other numbers of experts.
-    "Dots3NoteForCausalLM": r"vision_encoder\.blocks\.1\.mlp\.experts\.",
     # There are as many as the logarithm of a key says.
     "Emu3ForConditionalGeneration": r"vqmodel\.(en|de)coder\.time_conv\.1",
     "FunASRForConditionalGeneration": r"audio_adaptor\.blocks\.1",
     "IQuestLoopCoderForCausalLM": r"model\.gate_projections\.1",
-    # Each layer has another number of these blocks.
-    "VibeVoiceAsrForConditionalGeneration": r"(acoustic|semantic)_tokenizer_encoder\.conv_layers\.\d\.stage\.\d",
+    # The last of these blocks, of which each layer has another number.
+    "VibeVoiceAsrForConditionalGeneration": r"(acoustic|semantic)_tokenizer_encoder\.conv_layers\.\d\.stage\.1",
     "Gemma3nForConditionalGeneration": r"model\.vision_tower\.timm_model\.",
     **{
         f"NemotronH_{name}": r".*\.video_embedder"
         for name in ("Omni_Reasoning_V3", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3", "Nano_VL_V2")
     },
-    # Its config.json has a list of how many experts each layer has.
-    "NemotronHPuzzleForCausalLM": r"backbone\.layers\.3\.mixer\.experts\.",
     # Small ones say that there is no talker.
     **dict.fromkeys(_OMNI, "talker"),
 }
