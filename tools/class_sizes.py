@@ -33,13 +33,18 @@ _VARYING = {
     "Emu3ForConditionalGeneration": r"\.?vqmodel\.",
     "NemotronHPuzzleForCausalLM": r"backbone\.layers\.mixer\.experts\.",
 }
-# Lists that are as long as one in config.json, whose length cannot be changed alone.
-_AS_LONG = {
+# Lists whose length a key says in a way that changing it does not show, or not alone.
+_LENGTHS = {
+    "Emu3ForConditionalGeneration": {
+        f"vqmodel.{part}.time_conv": "~vq_config.temporal_downsample_factor" for part in ("encoder", "decoder")
+    },
     "VibeVoiceAsrForConditionalGeneration": {
         f"{part}_tokenizer_encoder.conv_layers": f"#{part}_tokenizer_encoder_config.downsampling_ratios"
         for part in ("acoustic", "semantic")
-    }
+    },
 }
+# By list of layers, where in a key's list the number of blocks in the first layer stands.
+_BLOCKS_OF_LAYERS = dict.fromkeys(_LENGTHS["VibeVoiceAsrForConditionalGeneration"], 1)
 # Layers of NemotronH, in a pattern with a letter for each.
 _LETTERS = "M*-E"
 
@@ -148,7 +153,7 @@ class Sizes:
         layers = compile_pattern(MODELS[self.architecture].layers)
         counted = {prefix for prefix in lengths if layers.fullmatch(f"{prefix}.0")}
         counted |= {prefix for name in self.builds.extra for prefix, _ in list(prefixes_of(name))[:1]}
-        counted |= _AS_LONG.get(self.architecture, {}).keys()
+        counted |= _LENGTHS.get(self.architecture, {}).keys()
         for path, values in self.numbers.items():
             for value in values[:1]:
                 shapes = self.builds.shapes(frozenset({(path, value)}))
@@ -172,8 +177,8 @@ class Sizes:
         value = self.builds.value(axis, on)
         assert value is not None
         name = f"{axis[0]}.{axis[2]}"
-        if not axis[2] and axis[0] in _AS_LONG.get(self.architecture, ()):
-            return _AS_LONG[self.architecture][axis[0]]
+        if not axis[2] and axis[0] in _LENGTHS.get(self.architecture, ()):
+            return _LENGTHS[self.architecture][axis[0]]
         varies = axis[2] and re.match(_VARYING.get(self.architecture, "(?!)"), name)
         if varies or (axis[3] < 0 and self.builds.is_extra(axis)):
             return ANY
@@ -196,7 +201,7 @@ class Sizes:
             return self._unknown(axis, value)
         if axis[2] and axis[3] == -1 and isinstance(self.builds.defaults.get(expression), list):
             # Where config.json does not say a list of counts, layers differ by right.
-            return ANY
+            return f"{ANY}{expression}@{_BLOCKS_OF_LAYERS.get(axis[0], 0)}"
         return expression
 
     def _unknown(self, axis: Axis, value: int) -> str:

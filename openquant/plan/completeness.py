@@ -222,7 +222,7 @@ class _Comparer:
         counted = {
             name: rule.repeats
             for name, rule in kind.items()
-            if rule.repeats not in (None, ANY) and name in stored.present
+            if rule.repeats and not rule.repeats.startswith(ANY) and name in stored.present
         }
 
         counts: dict[str, int] = {}
@@ -245,11 +245,19 @@ class _Comparer:
 
     def _compare_uncounted(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
         """Compare how many experts layers have that config.json does not count."""
-        names = [name for name, rule in kind.items() if rule.repeats == ANY and name in stored.present]
+        uncounted = {
+            name: rule.repeats
+            for name, rule in kind.items()
+            if rule.repeats and rule.repeats.startswith(ANY) and name in stored.present
+        }
         for number in numbers:
-            there = [name for name in names if stored.present[name][number]]
-            most = max((self._experts_of(f"{stored.prefix}.{number}", name) for name in there), default=0)
-            self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(there, most))
+            counts = {
+                name: self.config.of_layer(repeats[1:], number) or self._experts_of(f"{stored.prefix}.{number}", name)
+                for name, repeats in uncounted.items()
+                if stored.present[name][number]
+            }
+            most = max(counts.values(), default=0)
+            self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(counts, most))
 
     def _experts_of(self, layer: str, name: str) -> int:
         """How many experts a layer has: as many as its router has rows, or else one more than the last one's number."""
@@ -534,7 +542,7 @@ def _reason(entry: ModuleRules, path: str) -> str | None:
     return None
 
 
-_KEY = re.compile(r"#?[A-Za-z_][\w.]*")
+_KEY = re.compile(r"[#~]?[A-Za-z_][\w.]*")
 _BY_LAYER = re.compile(r"(.*?)([@<%]?)(\d?)")
 _TIED = "tie_word_embeddings"
 
@@ -559,11 +567,14 @@ class ConfigSizes:
     def value(self, key: str) -> Any:
         """Return the value of a key, nested ones joined by dots; None if config.json does not say it.
 
-        That of "#key" is the length of the list that the key has.
+        That of "#key" is the length of the list that the key has, that of "~key" its binary logarithm.
         """
         if key.startswith("#"):
             elements = self.value(key[1:])
             return len(elements) if isinstance(elements, list) else None
+        if key.startswith("~"):
+            numbers = self.size(key[1:])
+            return max(numbers).bit_length() - 1 if numbers else None
         value = self._find_setting(key)
         if value is None and key in self._known.aliases:
             value = self._find_setting(self._known.aliases[key])
@@ -614,6 +625,15 @@ class ConfigSizes:
             return [str(number % count == 0) for number in range(length)]
         return None
 
+    def of_layer(self, key: str, layer: int) -> int:
+        """Return the number that "key@1" has for a layer: in a list, one place after it; 0 if config.json has none."""
+        path, _, places = key.partition("@")
+        said = self.value(path)
+        if not isinstance(said, list):
+            return 0
+        number = next(iter(said[layer + int(places) :]), 0)
+        return number if type(number) is int else 0
+
     def size(self, expression: str) -> frozenset[int] | None:
         """Return the numbers that a size may be; None if config.json does not say it."""
         if expression not in self._sizes:
@@ -643,11 +663,12 @@ class ConfigSizes:
     def describe(self, expression: str) -> str:
         """Say what config.json says of a size: "num_attention_heads is 16 and head_dim is 128"."""
         keys: dict[str, None] = {}
-        for key in _KEY.findall(expression):
+        for found in _KEY.findall(expression):
+            key = found.lstrip("#~")
             is_derived = self.value(key) is None and key in self._known.derived
             keys |= dict.fromkeys(_KEY.findall(self._known.derived[key]) if is_derived else [key])
         return (
-            " and ".join(f"{key.lstrip('#')} is {short_repr(self.value(key.lstrip('#')))}" for key in keys)
+            " and ".join(f"{key} is {short_repr(self.value(key))}" for key in keys)
             or f"it is {expression} in the class"
         )
 

@@ -23,8 +23,9 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
     "aliases":  {"num_experts": "num_local_experts"}: other names of keys
     "built":    true: whether transformers builds all of it
 
-A size is a sum of products of keys and numbers, where "#key" is the length of a key's list, or "?1": one that no key
-says, which is the same wherever it stands. A number in a name is `*` where config.json counts it.
+A size is a sum of products of keys and numbers, where "#key" is the length of a key's list and "~key" a key's binary
+logarithm, or "?1": one that no key says, which is the same wherever it stands. A number in a name is `*` where
+config.json counts it. "*" is not compared; "*key@1" counts experts or blocks by a list, that of layer 0 second.
 """
 
 from __future__ import annotations

@@ -24,12 +24,8 @@ _OMNI = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMo
 UNNAMED = {
     "AXK1ForCausalLM": r"model\.layers\.0\.post_mlp_layernorm",
     "DeciLMForCausalLM": r"model\.layers\.[0*]\.(self_attn|input_layernorm)",
-    # There are as many as the logarithm of a key says.
-    "Emu3ForConditionalGeneration": r"vqmodel\.(en|de)coder\.time_conv\.1",
     "FunASRForConditionalGeneration": r"audio_adaptor\.blocks\.1",
     "IQuestLoopCoderForCausalLM": r"model\.gate_projections\.1",
-    # The last of these blocks, of which each layer has another number.
-    "VibeVoiceAsrForConditionalGeneration": r"(acoustic|semantic)_tokenizer_encoder\.conv_layers\.\d\.stage\.1",
     "Gemma3nForConditionalGeneration": r"model\.vision_tower\.timm_model\.",
     **{
         f"NemotronH_{name}": r".*\.video_embedder"
