@@ -257,7 +257,9 @@ class _Comparer:
                 if stored.present[name][number]
             }
             most = max(counts.values(), default=0)
-            self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(counts, most))
+            # Looking for each expert by its name takes seconds where there are tens of thousands.
+            if any(stored.present[name][number] < most for name in counts):
+                self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(counts, most))
 
     def _experts_of(self, layer: str, name: str) -> int:
         """How many experts a layer has: as many as its router has rows, or else one more than the last one's number."""
