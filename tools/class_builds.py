@@ -35,7 +35,7 @@ _SKIPPED = re.compile(
     r"|pretraining_tp|attention_chunk_size|n_group|norm_topk_prob"
 )
 # Of parts that small models do not have whole.
-UNCHECKED = re.compile(r"talker\.|model\.vision_tower\.timm_model\.|.*\.(video_embedder|nin_shortcut)\.")
+UNCHECKED = re.compile(r"model\.vision_tower\.timm_model\.|.*\.nin_shortcut\.")
 
 
 class Entry(NamedTuple):

@@ -31,10 +31,25 @@ _VARYING = {
         ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), r"\.?model\.sam_model\."
     ),
     "Emu3ForConditionalGeneration": r"\.?vqmodel\.",
+    **dict.fromkeys(
+        ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"), r"\.?token2wav\.code2wav_bigvgan_model\."
+    ),
+    "Qwen3OmniMoeForConditionalGeneration": r"code2wav\.decoder\.",
     "NemotronHPuzzleForCausalLM": r"backbone\.layers\.mixer\.experts\.",
+}
+# The vocoder of Qwen 2.5 Omni: a layer for each rate, and as many blocks after each as there are kernels.
+_VOCODER = "token2wav_config.bigvgan_config"
+_VOCODER_LENGTHS = {
+    "token2wav.code2wav_bigvgan_model.ups": f"#{_VOCODER}.upsample_rates",
+    "token2wav.code2wav_bigvgan_model.resblocks": f"#{_VOCODER}.upsample_rates*#{_VOCODER}.resblock_kernel_sizes",
 }
 # Lists whose length a key says in a way that changing it does not show, or not alone.
 _LENGTHS = {
+    **dict.fromkeys(("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"), _VOCODER_LENGTHS),
+    "Qwen3OmniMoeForConditionalGeneration": {
+        "code2wav.decoder": "3+#code2wav_config.upsample_rates",
+        "code2wav.upsample": "#code2wav_config.upsampling_ratios",
+    },
     "Emu3ForConditionalGeneration": {
         f"vqmodel.{part}.time_conv": "~vq_config.temporal_downsample_factor" for part in ("encoder", "decoder")
     },

@@ -30,15 +30,13 @@ from support import small_checkpoints, small_models
 # A part that a toggle adds with more tensors outside of lists than this is left out.
 _MOST_ADDED = 100
 # Parts that small models do not have whole, with what config.json says where there is one.
-_TALKER = {"talker": [["talker_config", True], ["enable_audio_output", True]]}
-_SOME = {
-    "Qwen2_5OmniForConditionalGeneration": _TALKER,
-    "Qwen2_5OmniModel": _TALKER,
-    "Qwen3OmniMoeForConditionalGeneration": _TALKER,
-    "Gemma3nForConditionalGeneration": {"model.vision_tower": [["vision_config", True]]},
-}
+_SOME = {"Gemma3nForConditionalGeneration": {"model.vision_tower": [["vision_config", True]]}}
 # Of classes that transformers builds by another's name: what the code beside the published weights says.
 _PUBLISHED_DEFAULTS = {("MiniCPMForCausalLM", "tie_word_embeddings"): True}
+# Tensors that transformers builds in any case, and vLLM (models/radio.py:170) where config.json has this key.
+_IF_SAID = {
+    "vision_model.radio_model.model.patch_generator.video_embedder.weight": "vision_config.video_temporal_patch_size"
+}
 
 
 def _below(entries: Iterable[str], child: str) -> set[str]:
@@ -110,6 +108,9 @@ class Draft:
         outside = {
             template: self._entry("", 0, template, BASE) for template in base.outside if not UNCHECKED.match(template)
         }
+        for template in outside.keys() & _IF_SAID.keys():
+            outside[template][2].append([_IF_SAID[template], True])
+
         lists: dict[str, list[dict[str, Any]]] = {}
         for prefix, elements in base.lists.items():
             lists[prefix] = [

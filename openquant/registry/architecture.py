@@ -16,7 +16,7 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
     "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
     "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
     "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}, {}]}: a LayerList
-    "some":     {"talker": [["enable_audio_output", true]]}: parts of which a tensor must be there, if ..
+    "some":     {"model.vision_tower": [["vision_config", true]]}: parts of which a tensor must be there, if ..
     "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
     "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say

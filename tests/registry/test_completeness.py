@@ -19,21 +19,16 @@ from openquant.registry.architecture import MTP_LAYER, ModuleRules, find_class_t
 from support import small_checkpoints
 from support.representatives import representatives
 
-# What may be lost without a word: parts that transformers does not build, or of which the small model has some tensors.
-_OMNI = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration")
+# What may be lost without a word: parts that transformers does not build.
 UNNAMED = {
     "AXK1ForCausalLM": r"model\.layers\.0\.post_mlp_layernorm",
     "DeciLMForCausalLM": r"model\.layers\.[0*]\.(self_attn|input_layernorm)",
     "FunASRForConditionalGeneration": r"audio_adaptor\.blocks\.1",
     "IQuestLoopCoderForCausalLM": r"model\.gate_projections\.1",
     "Gemma3nForConditionalGeneration": r"model\.vision_tower\.timm_model\.",
-    **{
-        f"NemotronH_{name}": r".*\.video_embedder"
-        for name in ("Omni_Reasoning_V3", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3", "Nano_VL_V2")
-    },
-    # Small ones say that there is no talker.
-    **dict.fromkeys(_OMNI, "talker"),
 }
+
+_OMNI = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration")
 
 
 class Small:
@@ -100,12 +95,13 @@ def test_every_class_is_known() -> None:
 
 
 @pytest.mark.parametrize("architecture", _OMNI)
-def test_a_talker_that_config_json_has_is_named(architecture: str) -> None:
+def test_an_omni_model_that_only_thinks_says_so(architecture: str) -> None:
     small = Small(architecture)
-    small.config |= {"enable_audio_output": True, "talker_config": {"model_type": "x"}}
-    assert small.compared(small.tensors).lost == []
-    kept = {name: info for name, info in small.tensors.items() if not name.startswith("talker.")}
-    assert small.compared(kept).lost == ["talker (vision or audio)"]
+    thinker = {name: info for name, info in small.tensors.items() if name.startswith("thinker.")}
+    lost = {text.partition(" ")[0] for text in small.compared(thinker).lost}
+    assert lost == {"talker", "code2wav" if "Qwen3" in architecture else "token2wav"}
+    small.config["enable_audio_output"] = False
+    assert small.compared(thinker) == ClassComparison([], [], True)
 
 
 def test_mtp_layers_that_config_json_counts_are_named(subtests: pytest.Subtests) -> None:
