@@ -23,9 +23,7 @@ accumulated in parts, and texts run through the layer once for each part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,16 +51,8 @@ from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
 from ..streaming.hooks import ExpertWeights, ModuleHooks
-from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.model import (
-    Advanced,
-    PassProgress,
-    StreamedModel,
-    layer_costs,
-    limited_threads,
-    products_in_float32,
-    threads_for,
-)
+from ..streaming.interleaved import run_texts
+from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..weights.reading import Reader, require_in_range
@@ -129,35 +119,26 @@ def round_layers(
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
-    texts = [torch.tensor(document.ids, device=model.device) for document in corpus.documents]
-    rounder = _Rounder(units, parts, layers, len(texts), reader, store)
-
-    @contextmanager
-    def observe() -> Iterator[None]:
-        with products_in_float32(model.device), observer.on():
-            yield
+    rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store)
 
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
-    last = list(parts)[-1]
-    resumed = frozenset() if pass_checkpoint is None else pass_checkpoint.done
-    costs = layer_costs(model, [unit for unit in layers[: layers.index(last) + 1] if unit not in resumed])
-    # Texts run through a layer once for each part, and rounding takes about as long as one of these.
-    costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
-    pass_progress = PassProgress(costs, len(texts) * corpus.length, progress)
-
-    with limited_threads(threads_for(model, corpus.length)):
-        run_interleaved(
-            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
-            finished=lambda *_: None,
-            after_unit=rounder.after_unit,
-            scratch=scratch,
-            until=last,
-            progress=pass_progress.layer_done,
-            checkpoint=pass_checkpoint,
-            recompute=rounder.begin_part,
-        )
+    run_texts(
+        model,
+        corpus,
+        range(len(corpus.documents)),
+        body,
+        observer,
+        until=list(parts)[-1],
+        after_unit=rounder.after_unit,
+        scratch=scratch,
+        progress=progress,
+        checkpoint=pass_checkpoint,
+        recompute=rounder.begin_part,
+        # Texts run through a layer once for each part, and rounding takes about as long as one of these.
+        readings={unit: 1 + len(of_unit) for unit, of_unit in parts.items()},
+    )
 
     _note_few_tokens(rounder.expert_tokens, note)
     return places | rounder.places

@@ -16,7 +16,7 @@ and is rounded stochastically: one value in eight moves a step up, one a step do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from ..streaming.model import (
     threads_for,
 )
 from ..streaming.offload import OffloadFile
-from ..streaming.pass_checkpoint import PassCheckpoint
+from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
 from .as_served import ServedModel, logits
 from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
@@ -48,14 +48,11 @@ from .kl import ModelNames, compare_logits
 from .results import (
     Evaluation,
     EvaluationSettings,
-    EvaluationState,
     Measurements,
     ModelUnderTest,
     OutputUnderTest,
     make_evaluation,
-    pack_records,
     require_one_model,
-    unpack_records,
 )
 from .task_passes import TaskPasses, evaluate_tasks
 from .types import counted_questions
@@ -232,11 +229,8 @@ class _Comparison:
             return self._evaluation()
 
         # The first rank has the figures of all.
-        for data in ranks.gather(pack_records(self.measurements.records, self.measurements.counts())):
-            self.measurements.add(*unpack_records(data, self.corpus.documents))
-        if self.tasks is not None:
-            for data in ranks.gather(self.tasks.scores.to_bytes()):
-                self.tasks.scores.add_bytes(data)
+        for data in ranks.gather(bytes(dump(self._state()))):
+            self._merge(load(data))
 
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
@@ -244,14 +238,30 @@ class _Comparison:
 
     def _continue_from(self, checkpoint: PassCheckpoint) -> None:
         """Have the checkpoint save what is measured, and take what an earlier run saved."""
-        generators = list(self.generators.values())
-        state = EvaluationState(self.measurements, self.compared, generators)
-        checkpoint.extra = state.to_bytes
+        noise = list(self.generators.values())
+        checkpoint.extra = lambda: {
+            **self._state(),
+            "compared": list(self.compared),
+            "noise": [generator.get_state() for generator in noise],
+        }
         if checkpoint.saved is None:
             return
 
-        with checkpoint.continuing():
-            state.add_bytes(checkpoint.saved, checkpoint.done)
+        self._merge(checkpoint.saved)
+        self.compared.update(checkpoint.saved["compared"])
+        for generator, state in zip(noise, checkpoint.saved["noise"], strict=True):
+            generator.set_state(state)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this process has measured, for `_merge`."""
+        scores = None if self.tasks is None else self.tasks.scores.state()
+        return {"measured": self.measurements.state(), "scores": scores}
+
+    def _merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another process, or an interrupted one, has measured."""
+        self.measurements.merge(state["measured"])
+        if self.tasks is not None:
+            self.tasks.scores.merge(state["scores"])
 
     def _evaluation(self) -> Evaluation:
         """Make the results of what is measured."""

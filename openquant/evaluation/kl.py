@@ -66,6 +66,15 @@ class DocumentRecord:
     top1: Flags
     top5: Flags
 
+    def figures(self) -> Figures:
+        """Return all arrays as one, float64 [6, length - 1], for `from_figures`."""
+        return np.stack([self.kl, self.confidence, self.source_nll, self.output_nll, self.top1, self.top5])
+
+    @classmethod
+    def from_figures(cls, domain: str, name: str, figures: Figures) -> DocumentRecord:
+        """Make the record whose `figures()` these are."""
+        return cls(domain, name, *figures[:4], *figures[4:].astype(bool))
+
 
 @dataclass(frozen=True)
 class ModelNames:

@@ -26,7 +26,6 @@ both models.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -119,16 +118,13 @@ class RequestScores:
 
         self._scores[model][:, list(pack.requests)] = scores
 
-    def to_bytes(self) -> bytes:
-        """Return the scores of this process, for `add_bytes`."""
-        file = io.BytesIO()
-        np.save(file, self._scores, allow_pickle=False)
-        return file.getvalue()
+    def state(self) -> Tensor:
+        """Return the scores of this process, for `merge`."""
+        return torch.from_numpy(self._scores)
 
-    def add_bytes(self, data: bytes) -> None:
-        """Add the scores of another process."""
-        other = np.load(io.BytesIO(data), allow_pickle=False)
-        self._scores = np.where(np.isnan(self._scores), other, self._scores)
+    def merge(self, state: Tensor) -> None:
+        """Add the scores of another process: its `state()`."""
+        self._scores = np.where(np.isnan(self._scores), state.numpy(), self._scores)
 
 
 class TaskPasses:
@@ -335,11 +331,7 @@ def encode_requests(
         kept = max_length + 1 - len(after)
         requests.append(ChoiceRequest(tuple(before[-kept:]), tuple(after)))
     highest = max((max(request.context + request.choice) for request in requests), default=0)
-    if vocabulary is not None and highest >= vocabulary:
-        raise SourceError(
-            f"the tokenizer of {tokenizer.where} gives token {highest}, the model has {vocabulary}",
-            "copy the tokenizer's files from the model it was made from",
-        )
+    tokenizer.require_in_vocabulary(highest, vocabulary)
     return tuple(requests)
 
 

@@ -13,8 +13,6 @@ follows from their changes. Units of the output head have no later layers, so al
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -249,7 +247,7 @@ def measure_mixtures(
         What was measured.
 
     Raises:
-        SourceError: a weight cannot be read, a logit is NaN or infinite, or the checkpoint is damaged.
+        SourceError: a weight cannot be read, or a logit is NaN or infinite.
         OutputError: hidden states or the checkpoint cannot be written.
         PlanError: a weight is too large for its scheme, or activations of a layer cannot be rounded.
         OpenQuantError: transformers' model fails on these weights or texts.
@@ -410,24 +408,17 @@ class _Run:
 
     def continue_from(self, checkpoint: PassCheckpoint) -> None:
         """Have the checkpoint save what is measured in layers, and take what an earlier run saved."""
-        checkpoint.extra = self._to_bytes
-        if checkpoint.saved:
-            with checkpoint.continuing():
-                self._add_bytes(checkpoint.saved)
+        checkpoint.extra = self._state
+        if checkpoint.saved is None:
+            return
 
-    def _to_bytes(self) -> bytes:
-        changed = [[number, name, total] for (number, name), total in self.changed.items()]
-        routed = {name: found.routed.tolist() for name, found in self.routed.items() if found.routed is not None}
-        return json.dumps({"changed": changed, "routed": routed}).encode()
+        self.changed.update(checkpoint.saved["changed"])
+        for name, counts in checkpoint.saved["routed"].items():
+            self.routed[name].add_routed(counts)
 
-    def _add_bytes(self, data: bytes | bytearray) -> None:
-        saved = json.loads(data)
-        for number, name, total in saved["changed"]:
-            if name not in self.changes.get(number, ()) or not (isinstance(total, float) and 0 <= total < math.inf):
-                raise ValueError("a change is not of this model")
-            self.changed[number, name] = total
-        for name, counts in saved["routed"].items():
-            self.routed[name].add_routed(torch.tensor(counts))
+    def _state(self) -> dict[str, Any]:
+        routed = {name: found.routed for name, found in self.routed.items() if found.routed is not None}
+        return {"changed": self.changed, "routed": routed}
 
     def experts(self) -> tuple[int, int]:
         """How many routed experts the model has whose tokens are counted, and how many of them got none."""

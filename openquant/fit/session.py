@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -296,22 +295,16 @@ def read_scores(path: Path, units: Sequence[Unit], conditions: dict[str, Any]) -
     """
     try:
         content = parse_json(read_small(path, str(path), _MOST), str(path))
-    except (OpenQuantError, OSError):
-        return None
-    if not isinstance(content, dict) or content.get(_KEY) != _VERSION or content.get("conditions") != conditions:
+        if content[_KEY] != _VERSION or content["conditions"] != conditions:
+            return None
+        scores = tuple({UNQUANTIZED: 0.0, **kept["kl"]} for kept in content["units"])
+        modules = [tuple(kept["modules"]) for kept in content["units"]]
+    except (OpenQuantError, OSError, LookupError, TypeError):
         return None
 
-    kept = content.get("units")
-    if not isinstance(kept, list) or len(kept) != len(units):
+    # Of other units, or in other schemes.
+    if modules != [unit.modules for unit in units] or any(
+        kl.keys() != unit.choices.keys() for unit, kl in zip(units, scores, strict=True)
+    ):
         return None
-
-    scores = []
-    for unit, found in zip(units, kept, strict=True):
-        kl = found.get("kl") if isinstance(found, dict) else None
-        names = unit.choices.keys() - {UNQUANTIZED}
-        if not isinstance(kl, dict) or kl.keys() != names or found.get("modules") != list(unit.modules):
-            return None
-        if not all(isinstance(value, float) and math.isfinite(value) and value >= 0 for value in kl.values()):
-            return None
-        scores.append({UNQUANTIZED: 0.0, **kl})
-    return Scores(tuple(scores))
+    return Scores(scores)
