@@ -168,7 +168,6 @@ class _File:
         first_line_start = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
 
         if number and not first_line_start:
-            self._check_line_length(start)
             return []
 
         at = max(0, start - 1) + first_line_start
@@ -189,20 +188,6 @@ class _File:
             at += len(line) + 1
 
         return texts
-
-    def _check_line_length(self, end: int) -> None:
-        """Refuse the line that contains the byte before `end` if it is too long."""
-        begin = end
-        while begin and end - begin <= MAX_LINE:
-            data = self._bytes(max(0, begin - BLOCK), begin)
-            if not data or b"\n" in data:
-                return
-            begin -= len(data)
-        if end - begin > MAX_LINE:
-            # The line's number would take reading the whole file.
-            raise SourceError(
-                f"{self.path} has a line longer than {MAX_LINE:,} bytes, at byte {end:,}", "is it JSON lines?"
-            )
 
 
 def _parse_line(line: bytes, where: FileLine) -> LocatedText:
