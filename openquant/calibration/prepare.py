@@ -7,13 +7,13 @@ the weights. GPTQ's Hessians come later, while layers are rounded (run.py).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed import Ranks, attempt
+from ..distributed import Ranks
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Needs, require_space
@@ -28,8 +28,7 @@ from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
 from ..result import Reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
-from ..streaming.session import BUDGET, hidden_bytes
-from ..threads import in_threads
+from ..streaming.session import BUDGET, ShardProvider, hidden_bytes, work_as_shards_arrive
 from ..weights.reading import Reader
 from ..weights.statistics import SUFFIX, Calibration
 from ..weights.weight import WeightTransforms
@@ -37,7 +36,6 @@ from .run import calibration_destination, find_calibration, read_texts
 from .smoothing import (
     MappingTransforms,
     SmoothingMapping,
-    UsableMappings,
     apply_smoothing,
     awq_scale,
     combine_transforms,
@@ -267,7 +265,7 @@ def smoothing_transforms(
     usable = usable_mappings(plan)
     if usable.mappings:
         reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
-    outcomes = _ScaleSearch(prepared, usable, choose, ranks, reporter).run()
+    outcomes = _ScaleSearch(prepared, usable.mappings, choose, reporter).run(ranks)
     parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
     unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
     for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
@@ -285,40 +283,41 @@ def smoothing_transforms(
 
 
 class _ScaleSearch:
-    """One call of `smoothing_transforms`: the mappings still to do, and what was chosen so far."""
+    """One call of `smoothing_transforms`: what was chosen so far, for each mapping by its number."""
 
     def __init__(
-        self, prepared: Prepared, usable: UsableMappings, choose: ChooseScale, ranks: Ranks, reporter: Reporter
+        self, prepared: Prepared, mappings: Sequence[SmoothingMapping], choose: ChooseScale, reporter: Reporter
     ) -> None:
-        self.prepared, self.mappings, self.choose, self.ranks = prepared, usable.mappings, choose, ranks
+        self.prepared = prepared
+        self.mappings = mappings
+        self.choose = choose
         self.reporter = reporter
         self.outcomes: dict[int, MappingTransforms | str] = {}
-        layers = prepared.plan.layers
-        weights_of = [
-            [layers[name] for name in (mapping.smooth_layer, *mapping.balance_layers) if name in layers]
-            for mapping in self.mappings
-        ]
-        self.layer_counts = [len(weights) for weights in weights_of]
-        self.done = 0
-        self.needs = {
-            str(number): mapping_shards(mapping, prepared.plan) for number, mapping in enumerate(self.mappings)
-        }
-        self.lock = threading.Lock()
-        self.stopped = threading.Event()
 
-    def run(self) -> list[MappingTransforms | str]:
+        layers = prepared.plan.layers
+        self.layer_counts = [
+            sum(name in layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in mappings
+        ]
+        self.done = 0
+        self.lock = threading.Lock()
+
+    def run(self, ranks: Ranks) -> list[MappingTransforms | str]:
         """For each mapping what it changes, or why it is not used."""
-        run, source = self.prepared.run, self.prepared.source
-        with ExitStack() as stack:
-            directory = self.prepared.target.absolute().parent
-            needs = self.needs if source.remote else {}
-            if needs and run.stream:
-                directory.mkdir(parents=True, exist_ok=True)
-            supplies = supply_shards([(source, needs)], run.stream, directory, times=self.ranks.local_size)
-            [self.supply] = stack.enter_context(supplies)
-            self.tasks = self._tasks()
-            in_threads(self._work, self._workers(), self.stopped)
-        return [self.outcomes[number] for number in range(len(self.mappings))]
+        run = self.prepared.run
+        source = self.prepared.source
+        directory = self.prepared.target.absolute().parent
+
+        tasks = [(str(number), number) for number in range(len(self.mappings))]
+        needs: dict[str, list[str]] = {}
+        if source.remote:
+            needs = {what: mapping_shards(self.mappings[number], self.prepared.plan) for what, number in tasks}
+        if needs and run.stream:
+            directory.mkdir(parents=True, exist_ok=True)
+
+        with supply_shards([(source, needs)], run.stream, directory, times=ranks.local_size) as [supply]:
+            begin = partial(self._begin, supply)
+            work_as_shards_arrive(tasks, supply, begin, self._workers(), threading.Event(), ranks)
+        return [self.outcomes[number] for _, number in tasks]
 
     def _workers(self) -> int:
         """How many threads memory allows."""
@@ -328,27 +327,14 @@ class _ScaleSearch:
             return workers
         return max(1, min(workers, (limit - resident()) // per_thread))
 
-    def _tasks(self) -> Iterator[int]:
-        """Indices of mappings, each once its shards are there."""
-        for number in range(len(self.mappings)):
-            self.supply.wait_for(str(number), lambda: self.stopped.is_set() or attempt(self.ranks.check)[1] is not None)
-            self.ranks.check()
-            if self.stopped.is_set():
-                return
-            yield number
+    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
+        return partial(self._choose_scale, Reader(self.prepared.plan.decoded.where, supply.path))
 
-    def _work(self) -> None:
+    def _choose_scale(self, reader: Reader, number: int) -> None:
         plan = self.prepared.plan
-        reader = Reader(plan.decoded.where, self.supply.path)
-        while True:
-            with self.lock:
-                number = next(self.tasks, None)
-            if number is None:
-                return
-            mapping = self.mappings[number]
-            scale = self.choose(mapping, reader)
-            self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
-            self.supply.release(str(number))
-            with self.lock:
-                self.done += self.layer_counts[number]
-                self.reporter.on_progress(self.done, sum(self.layer_counts), "layers")
+        mapping = self.mappings[number]
+        scale = self.choose(mapping, reader)
+        self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
+        with self.lock:
+            self.done += self.layer_counts[number]
+            self.reporter.on_progress(self.done, sum(self.layer_counts), "layers")

@@ -278,7 +278,6 @@ def _run(
     """Run texts through a model; the first rank writes the statistics of all ranks."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
-    from ..streaming.offload import require_disk
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
@@ -294,17 +293,13 @@ def _run(
     if begun is not None:
         begun(_describe(corpus.described, corpus, pass_checkpoint))
 
-    directory = path.absolute().parent
-    if options.scratch is not None:
-        directory = Path(options.scratch)
-    elif options.stream and source.remote:
-        require_disk(directory, "shards")
+    directory = path.absolute().parent if options.scratch is None else Path(options.scratch)
     free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
     documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
     model = StreamedModel(checkpoint, device=options.device)
     hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
     budget = BUDGET if free is None else free
-    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    place = Scratch(directory, budget, options.stream, ranks.local_size)
     with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
         inputs, kv_absmax = observe_inputs(
             model,

@@ -202,7 +202,7 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     Returns:
         The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain`,
         `kl_by_document` (all in nats), `top1` and `top5` as shares of 1, `perplexity`, and `rms_dp`, the root mean
-        square of the difference in probability of the next token. `types.OutputEvaluation` has their types.
+        square of the difference in probability of the next token.
     """
     kl = _concatenate(records, lambda record: record.kl)
     confidence = _concatenate(records, lambda record: record.confidence)

@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ from ..version import __version__
 from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .task_passes import TaskRequests
-from .types import CHANGED, ENOUGH_TEXTS, Brief, NamedModel, OutputEvaluation, kl_text, verdict_word
+from .types import CHANGED, ENOUGH_TEXTS, OutputEvaluation, kl_text, verdict_word
 from .verdict import LayerFigures, Suspect, WeightChange, suspects_by_config, suspects_by_layers, suspects_by_weights
 
 # Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
@@ -73,8 +73,8 @@ class Evaluation:
         written: the files that hold the results; none in ranks other than the first.
     """
 
-    source: NamedModel
-    floor: Brief
+    source: dict[str, str]
+    floor: dict[str, Any]
     outputs: list[OutputEvaluation]
     notes: tuple[str, ...] = ()
     written: tuple[Path, ...] = ()
@@ -282,7 +282,7 @@ def make_evaluation(
     }
 
     outputs = [
-        cast(OutputEvaluation, {**_figures(measurements, output, floor), "texts": answers, **common})
+        {**_figures(measurements, output, floor), "texts": answers, **common}
         for output, answers in zip(measurements.outputs, texts, strict=True)
     ]
 
@@ -301,7 +301,7 @@ def _few(documents: int) -> str:
     return "a single text gives no interval" if one else f"an interval from {documents} texts says next to nothing"
 
 
-def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
+def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping[str, Any]) -> dict[str, Any]:
     weights_only, as_served = measurements.records_of_pass(output.first), measurements.records_of_pass(output.last)
     seed = measurements.settings.seed
     figures = summarize(as_served, seed)
@@ -379,11 +379,11 @@ def _flat_config(model: StreamedModel) -> dict[str, Any]:
     return flat
 
 
-def _brief(records: Sequence[DocumentRecord], seed: int) -> Brief:
+def _brief(records: Sequence[DocumentRecord], seed: int) -> dict[str, Any]:
     """Compute the short form of the figures, for the floor and for weights alone."""
     figures = summarize(records, seed)
     kl = dict(figures["kl"])
-    brief = {
+    return {
         "kl": kl.pop("mean"),
         **kl,
         "top1": figures["top1"],
@@ -391,7 +391,6 @@ def _brief(records: Sequence[DocumentRecord], seed: int) -> Brief:
         "perplexity": figures["perplexity"]["output"],
         "rms_dp": figures["rms_dp"],
     }
-    return cast(Brief, brief)
 
 
 def _layer_json(layer: LayerFigures) -> dict[str, Any]:
@@ -399,7 +398,7 @@ def _layer_json(layer: LayerFigures) -> dict[str, Any]:
     return entry if layer.routed_otherwise is None else {**entry, "routed_otherwise": layer.routed_otherwise}
 
 
-def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspect]) -> list[str]:
+def _reasons(figures: Mapping[str, Any], floor: Mapping[str, Any], suspects: Sequence[Suspect]) -> list[str]:
     kl, ratio = figures["kl"]["mean"], figures["perplexity"]["ratio"]
     times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
     beyond = f" (broken is more than {CHANGED})" if kl > CHANGED else ""
@@ -449,7 +448,7 @@ class ModelUnderTest:
         """Size of all tensors in bytes."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
 
-    def identity(self) -> NamedModel:
+    def identity(self) -> dict[str, str]:
         """Return its name and the digest and stamp of its fingerprint, as eval.json has them.
 
         Raises:

@@ -49,7 +49,7 @@ from ..streaming.packing import ChoiceRequest, Pack, make_packs, packed_logits, 
 from ..streaming.session import DocumentRanks, documents_of_rank
 from .as_served import ServedModel
 from .kl import CHUNK, divergences, log_probabilities
-from .types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted_questions
+from .types import counted_questions
 
 # Rows of the scores.
 _LOGLIKELIHOOD, _GREEDY, _KL = range(3)
@@ -339,7 +339,7 @@ def encode_requests(
 ALL = "all questions"
 
 
-def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -> list[TasksEvaluation]:
+def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -> list[dict[str, Any]]:
     """Compute the figures of each output.
 
     Args:
@@ -374,20 +374,20 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
         loss = smallest_loss(changed, pooled["questions"])
 
         evaluations.append(
-            TasksEvaluation(
-                named=list(task_requests.named),
-                limit=task_requests.limit,
-                sha256=task_requests.sha256,
-                questions=pooled["questions"],
-                requests=len(task_requests.requests),
-                tokens=passes.tokens,
-                packed=passes.packed,
-                tasks=of_tasks,
-                pooled=pooled,
-                mean=_means(source, output, seed),
-                smallest_loss=loss,
-                reading=_reading(pooled, first, loss, graded=changed != first["lost"] + first["gained"]),
-            )
+            {
+                "named": list(task_requests.named),
+                "limit": task_requests.limit,
+                "sha256": task_requests.sha256,
+                "questions": pooled["questions"],
+                "requests": len(task_requests.requests),
+                "tokens": passes.tokens,
+                "packed": passes.packed,
+                "tasks": of_tasks,
+                "pooled": pooled,
+                "mean": _means(source, output, seed),
+                "smallest_loss": loss,
+                "reading": _reading(pooled, first, loss, graded=changed != first["lost"] + first["gained"]),
+            }
         )
 
     return evaluations
@@ -395,7 +395,7 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
 
 def _figures(
     name: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], kl: float, seed: int
-) -> TaskFigures:
+) -> dict[str, Any]:
     """Compute the figures of the questions of some tasks together, with the metrics that all of them have."""
     picked = [np.concatenate([answers.picked for answers in model]) for model in (source, output)]
 
@@ -417,7 +417,7 @@ def _join_scores(metric: str, source: Sequence[TaskAnswers], output: Sequence[Ta
     return PairedScores(*(np.concatenate([answers.scores[metric] for answers in model]) for model in (source, output)))
 
 
-def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
+def _metric(metric: str, scores: PairedScores, seed: int) -> dict[str, Any]:
     before, after, questions = float(scores.source.mean()), float(scores.output.mean()), len(scores.source)
     means = bootstrap_means([scores], seed)
 
@@ -437,9 +437,9 @@ def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
     }
 
 
-def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: int) -> list[MeanMetric]:
+def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: int) -> list[dict[str, Any]]:
     """Compute the mean of each metric over the tasks that have it."""
-    means: list[MeanMetric] = []
+    means: list[dict[str, Any]] = []
     for metric in dict.fromkeys(metric for answers in source for metric in answers.scores):
         tasks = [
             PairedScores(before.scores[metric], after.scores[metric])
@@ -470,7 +470,7 @@ def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: i
     return means
 
 
-def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float, graded: bool) -> str:
+def _reading(pooled: Mapping[str, Any], metric: Mapping[str, Any], loss: float, graded: bool) -> str:
     """Say what the figures can tell at this number of questions."""
     changed = metric["lost"] + metric["gained"]
     count = f"{changed:,}" if changed else "none"

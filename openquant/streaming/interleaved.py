@@ -326,7 +326,7 @@ class _Run(Generic[T]):
     def __post_init__(self) -> None:
         self.passes = [suspended for batch in self.batches for suspended in batch]
         self.driver = _Driver(list({id(suspended.model): suspended.model for suspended in self.passes}.values()))
-        self.store = HiddenStateStore(self.scratch, len(self.batches))
+        self.store = HiddenStateStore(self.scratch)
 
     def run(self) -> None:
         """Run all passes to their end, or through the last unit."""

@@ -193,7 +193,7 @@ def test_a_continued_pass_computes_no_layer_twice(
 ) -> None:
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(offload_module, "LEAST", 1)
-    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+    with OffloadFile(tmp_path, 0) as scratch:
         ended_early(source, PassCheckpoint(tmp_path / "x.part", {}), scratch)
     loaded: list[str] = []
     load = StreamedModel.load
@@ -203,7 +203,7 @@ def test_a_continued_pass_computes_no_layer_twice(
         load(model, unit)
 
     monkeypatch.setattr(StreamedModel, "load", recorded)
-    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+    with OffloadFile(tmp_path, 0) as scratch:
         kept = PassCheckpoint(tmp_path / "x.part", {})
         inputs, cached = observe_inputs(
             StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept

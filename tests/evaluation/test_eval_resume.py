@@ -118,7 +118,6 @@ def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, mo
     expected = file.read_bytes()
     monkeypatch.setattr(evaluation_run, "BUDGET", 0)
     monkeypatch.setattr(offload, "LEAST", 1)
-    monkeypatch.setattr(offload, "IN_MEMORY", ())
     loaded: list[str] = []
     load = StreamedModel.load
 
