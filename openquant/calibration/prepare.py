@@ -21,7 +21,7 @@ from ..formats.numbers import Floats
 from ..hub.source import Source, supply_shards
 from ..job import Prepared, calibration_needs, in_all_ranks
 from ..machine import resident
-from ..options import Calibrate, CalibrationTexts, Recipe, Run
+from ..options import CalibrationTexts, Recipe, Run
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions
@@ -30,9 +30,9 @@ from ..result import Reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
 from ..streaming.session import BUDGET, ShardProvider, hidden_bytes, work_as_shards_arrive
 from ..weights.reading import Reader
-from ..weights.statistics import SUFFIX, Calibration
+from ..weights.statistics import Calibration
 from ..weights.weight import WeightTransforms
-from .run import calibration_destination, find_calibration, read_texts
+from .run import calibration_path, find_calibration, read_texts
 from .smoothing import (
     MappingTransforms,
     SmoothingMapping,
@@ -51,16 +51,6 @@ if TYPE_CHECKING:
 
 # Chooses the scale of a mapping, float32 [channels], or says why there is none; called from several threads.
 ChooseScale = Callable[[SmoothingMapping, Reader], Floats | str]
-
-
-def calibration_path(source: Source, output: Path) -> Path:
-    """Return the path of the calibration file that a run of compress() makes: NAME.calibration.safetensors.
-
-    Args:
-        source: where the model comes from, which gives NAME.
-        output: the output directory, beside which the file lies.
-    """
-    return output.parent / f"{source.name}{SUFFIX}"
 
 
 def texts_steps(
@@ -119,7 +109,7 @@ def run_texts(
     _require_room(prepared, texts, ranks)
     corpus = None
     if "activations" in lacks:
-        options = replace(options, calibration=_calibrate(prepared, texts, ranks, reporter))
+        options = replace(options, calibration=find_calibration(prepared, texts, ranks, reporter))
     if "Hessians" in lacks:
         corpus = read_texts(prepared.source, prepared.checkpoint, texts, ranks)
         options = replace(options, gptq=corpus.account)
@@ -162,17 +152,6 @@ def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> 
             require_space(needs)
 
     in_all_ranks(ranks, require)
-
-
-def _calibrate(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
-    """Find input statistics, or read those of an earlier run with the same texts."""
-    run, source, checkpoint = prepared.run, prepared.source, prepared.checkpoint
-    options = Calibrate(
-        run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
-    )
-    path, elsewhere = calibration_path(source, prepared.target), "name another output with -o"
-    target = calibration_destination(path, "", elsewhere, source, checkpoint, options, texts, (prepared.target,))
-    return find_calibration(source, checkpoint, target, options, texts, ranks, reporter)
 
 
 def smoothquant_transforms(

@@ -208,6 +208,7 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     confidence = _concatenate(records, lambda record: record.confidence)
     source_nll = _concatenate(records, lambda record: record.source_nll)
     output_nll = _concatenate(records, lambda record: record.output_nll)
+    position = np.concatenate([np.arange(len(record.kl)) for record in records])
     median, p90, p99, p999 = (float(quantile) for quantile in np.quantile(kl, [0.5, 0.9, 0.99, 0.999]))
     nll_interval = bootstrap_interval([(record.output_nll - record.source_nll) for record in records], seed)
 
@@ -222,8 +223,8 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
             "max": float(kl.max()),
             f"share_above_{LARGE_KL}": float((kl > LARGE_KL).mean()),
         },
-        "kl_by_confidence": _kl_by_confidence(kl, confidence),
-        "kl_by_position": _kl_by_position(records, kl),
+        "kl_by_confidence": _kl_in_bins(kl, confidence, CONFIDENCE_EDGES),
+        "kl_by_position": _kl_in_bins(kl, position, _position_edges(int(position.max()) + 1)),
         "kl_by_domain": _kl_by_domain(records, seed),
         "kl_by_document": [mean(record.kl) for record in records],
         "top1": float(_concatenate(records, lambda record: record.top1).mean()),
@@ -238,23 +239,13 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     }
 
 
-def _kl_by_confidence(kl: Figures, confidence: Figures) -> list[dict[str, Any]]:
-    """The mean KL by the source's largest probability; the last bin has its upper edge."""
+def _kl_in_bins(kl: Figures, values: npt.NDArray[Any], edges: Sequence[float]) -> list[dict[str, Any]]:
+    """The mean KL of the positions whose value is in each bin; the last bin has its upper edge."""
     bins = []
-    for low, high in pairwise(CONFIDENCE_EDGES):
-        in_bin = (confidence >= low) & ((confidence < high) | (high == 1))
+    for low, high in pairwise(edges):
+        in_bin = (values >= low) & ((values < high) | (high == edges[-1]))
         of_bin = mean(kl[in_bin]) if in_bin.any() else None
         bins.append({"from": low, "to": high, "positions": int(in_bin.sum()), "kl": of_bin})
-    return bins
-
-
-def _kl_by_position(records: Sequence[DocumentRecord], kl: Figures) -> list[dict[str, Any]]:
-    """The mean KL by the place in the document, in bins that double."""
-    position = np.concatenate([np.arange(len(record.kl)) for record in records])
-    bins = []
-    for low, high in _position_bins(int(position.max()) + 1):
-        in_bin = (position >= low) & (position < high)
-        bins.append({"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])})
     return bins
 
 
@@ -332,9 +323,9 @@ def _concatenate(
     return np.concatenate([pick(record) for record in records])
 
 
-def _position_bins(length: int) -> list[tuple[int, int]]:
-    """Return bins of positions that double: [(0, 16), (16, 32), (32, 64), ...] up to `length`."""
+def _position_edges(length: int) -> list[int]:
+    """Return edges of bins that double: [0, 16, 32, 64, ...] up to `length`."""
     edges = [0, 16]
     while edges[-1] < length:
         edges.append(2 * edges[-1])
-    return [(low, min(high, length)) for low, high in pairwise(edges)]
+    return [*edges[:-1], length]

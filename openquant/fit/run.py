@@ -106,7 +106,7 @@ def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", unit.patterns[0], count=1)
         chosen = by_name.setdefault(name, {})
         chosen[choice] = chosen.get(choice, 0) + 1
-        kl[name] = kl.get(name, 0.0) + mixtures.scores.kl[number][choice]
+        kl[name] = kl.get(name, 0.0) + mixtures.scores[number][choice]
         sizes[name] = sizes.get(name, 0) + unit.choices[choice].nbytes
     all_kl, all_bytes = sum(kl.values()) or 1.0, sum(sizes.values())
     for name, chosen in by_name.items():

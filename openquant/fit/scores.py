@@ -14,7 +14,7 @@ follows from their changes. Units of the output head have no later layers, so al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from ..calibration.observers import Observer, RunningStatistics
 from ..data.corpus import Corpus
 from ..errors import PlanError
 from ..evaluation.as_served import ActivationRounding, QuantizedInputs
@@ -64,14 +63,10 @@ class Measured:
     Attributes:
         records: for each mixture, the figures of each document.
         changed: the mean squared change of the hidden state relative to the source's, by number of the unit and choice.
-        experts: the number of routed experts; 0 if the model's routing is not known.
-        unused: how many of them got no token.
     """
 
     records: Sequence[Sequence[DocumentRecord]]
     changed: Mapping[tuple[int, str], float]
-    experts: int
-    unused: int
 
 
 @dataclass(frozen=True)
@@ -264,7 +259,7 @@ def measure_mixtures(
             run.batches(), finished=run.compare, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )
     changed = {key: total / run.tokens for key, total in run.changed.items()}
-    return Measured(run.records, changed, *run.experts())
+    return Measured(run.records, changed)
 
 
 class _Run:
@@ -284,14 +279,6 @@ class _Run:
         self.records: list[list[DocumentRecord]] = [[] for _ in mixtures]
         # Relative squared changes of hidden states, added over tokens, by unit and choice.
         self.changed: dict[tuple[int, str], float] = {}
-        # Counts the tokens that each expert gets.
-        self.routed = {
-            name: RunningStatistics((), 0, counts_routing=True)
-            for name, module in self.model.model.named_modules()
-            if holds_experts(module)
-        }
-        experts = {name: ExpertWeights(found, None) for name, found in self.routed.items()}
-        self.observer = Observer(self.model.model, {}, experts)
         self.order = {name: number for number, name in enumerate(self.model.units)}
         self.tokens = len(corpus.documents) * corpus.length
         self.passes: list[list[_Pass]] = []
@@ -334,8 +321,7 @@ class _Run:
     @contextmanager
     def _quantize_around(self, one: _Pass) -> Iterator[None]:
         self.current = one
-        counted = self.observer.on() if one.mixture is None else nullcontext()
-        with products_in_float32(self.model.device), counted:
+        with products_in_float32(self.model.device):
             yield
 
     @contextmanager
@@ -408,22 +394,8 @@ class _Run:
 
     def continue_from(self, checkpoint: PassCheckpoint) -> None:
         """Have the checkpoint save what is measured in layers, and take what an earlier run saved."""
-        checkpoint.extra = self._state
-        if checkpoint.saved is None:
-            return
-
-        self.changed.update(checkpoint.saved["changed"])
-        for name, counts in checkpoint.saved["routed"].items():
-            self.routed[name].add_routed(counts)
-
-    def _state(self) -> dict[str, Any]:
-        routed = {name: found.routed for name, found in self.routed.items() if found.routed is not None}
-        return {"changed": self.changed, "routed": routed}
-
-    def experts(self) -> tuple[int, int]:
-        """How many routed experts the model has whose tokens are counted, and how many of them got none."""
-        counts = [found.routed for found in self.routed.values() if found.routed is not None]
-        return sum(map(len, counts)), sum(int((one == 0).sum()) for one in counts)
+        checkpoint.extra = lambda: self.changed
+        self.changed.update(checkpoint.saved or {})
 
 
 def _relative_change(source: Any, output: Any) -> float:
@@ -480,7 +452,7 @@ def scores_of(
         for other in changes.get(number, (name,)):
             ratio = measured.changed[number, other] / own if own else 0.0
             kl[number][other] = own_kl if other == name else own_kl * ratio
-    return Scores(tuple(kl))
+    return kl
 
 
 def replaced_tensors(

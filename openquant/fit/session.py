@@ -144,7 +144,7 @@ class Session:
                 "the mixture is not known without them: leave --dry-run out once, and the scores are kept",
             )
         if kept is not None:
-            self.reporter.on_note(f"--fit: scores of {len(kept.kl)} units from {target.path}")
+            self.reporter.on_note(f"--fit: scores of {len(kept)} units from {target.path}")
             return kept
 
         self.reporter.on_note(
@@ -156,9 +156,6 @@ class Session:
             self.reporter.on_note("--fit: an earlier run is continued")
 
         measured = self._measure(corpus, mixtures, changes, checkpoint)
-        if measured.unused:
-            self.reporter.on_note(f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens")
-
         scores = scores_of(self.menu.units, mixtures, changes, measured)
         target.write(scores_json(scores, self.menu.units, self._conditions))
         self.reporter.on_note(f"--fit: wrote {target.path}")
@@ -277,7 +274,7 @@ def scores_json(scores: Scores, units: Sequence[Unit], conditions: dict[str, Any
     """
     measured = [
         {"modules": list(unit.modules), "kl": {name: kl for name, kl in found.items() if name != UNQUANTIZED}}
-        for unit, found in zip(units, scores.kl, strict=True)
+        for unit, found in zip(units, scores, strict=True)
     ]
     return f"{json.dumps({_KEY: _VERSION, 'conditions': conditions, 'units': measured}, indent=1)}\n".encode()
 
@@ -307,4 +304,4 @@ def read_scores(path: Path, units: Sequence[Unit], conditions: dict[str, Any]) -
         kl.keys() != unit.choices.keys() for unit, kl in zip(units, scores, strict=True)
     ):
         return None
-    return Scores(scores)
+    return scores

@@ -330,7 +330,7 @@ def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(scored
 def some_scores() -> tuple[list[Unit], Scores]:
     plan = make_plan(open_checkpoint(EXAMPLE), find_scheme("int8-weights"))
     units = units_of({"int8-weights": plan})
-    return units, Scores(tuple({"int8-weights": 0.001 * number, UNQUANTIZED: 0.0} for number in range(len(units))))
+    return units, tuple({"int8-weights": 0.001 * number, UNQUANTIZED: 0.0} for number in range(len(units)))
 
 
 CHANGES: list[Callable[[Any], object]] = [
