@@ -30,15 +30,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..convert.conversion import has_sound_scales, is_scale_tensor
 from ..data.corpus import Corpus
 from ..errors import SourceError
-from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace, damaged_file
+from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace
 from ..formats.kernels import (
     BITS_TYPE,
     Bits,
     Loops,
-    absmax,
     choose_scales,
     choose_shared_scale,
     pack,
@@ -227,15 +225,8 @@ def _read_store(
     pending: dict[str, list[Hessian]] = {}
     for unit, unit_hessians in units.items():
         missing = unit_hessians.hessians
-        for path, tensors in store.read(layers.index(unit)).items():
+        for tensors in store.read(layers.index(unit)).values():
             stored = [hessian for hessian in missing if not tensors.keys().isdisjoint(hessian.output_tensors)]
-            signed = {weight.module: scheme.format.signed_scales for one in stored for weight, scheme in one.weights}
-            scales = [(info, place) for info, place in tensors.items() if is_scale_tensor(info)]
-            if tensors.keys() != {info for hessian in stored for info in hessian.output_tensors} or not all(
-                has_sound_scales(path, place.offset, info, signed[info.name.rpartition(".")[0]])
-                for info, place in scales
-            ):
-                raise damaged_file(path)
             places |= {info.name: place for info, place in tensors.items()}
             missing = [hessian for hessian in missing if hessian not in stored]
         if missing:
@@ -253,7 +244,7 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
         )
     # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
     propagations: dict[bytes, ErrorPropagation] = {}
-    shared_absmax = _shared_absmax(hessian, reader)
+    absmax_of_all = shared_absmax(hessian.weights, reader)
     for weight, scheme in hessian.weights:
         columns = weight.transform.columns if weight.transform is not None else None
         key = b"" if columns is None else columns.tobytes()
@@ -261,7 +252,7 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
             propagations = {key: _smoothed_propagation(matrix, columns)}
         factors = np.float32(1) if columns is None else columns
         importance = (matrix.diagonal().cpu().numpy() / factors / factors).astype(np.float32)
-        yield from _round_weight(weight, scheme, propagations[key], shared_absmax, importance, reader)
+        yield from _round_weight(weight, scheme, propagations[key], absmax_of_all, importance, reader)
 
 
 def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropagation:
@@ -272,23 +263,32 @@ def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropag
     return find_error_propagation(matrix / factors / factors[:, None])
 
 
-def _shared_absmax(hessian: Hessian, reader: Reader) -> Floats:
-    """float32 [1, 1], the absmax of all weights that share a per-tensor or global scale; 0 if none do."""
-    absmax_of_all = np.zeros((1, 1), np.float32)
-    for weight, scheme in hessian.weights:
+def shared_absmax(weights: Iterable[tuple[Weight, Scheme]], reader: Reader) -> Floats:
+    """Return the absmax of all weights that share a per-tensor or global scale, float32 [1, 1]; 0 if none do.
+
+    Args:
+        weights: the weights, each with its scheme.
+        reader: reads them.
+
+    Raises:
+        SourceError: a weight cannot be read, or holds NaN or infinity.
+        PlanError: a weight is too large for its scheme.
+    """
+    largest = np.zeros((1, 1), np.float32)
+    for weight, scheme in weights:
         if scheme.format.shares_scale:
             for bits in reader.rows(weight, 1):
-                largest = absmax(bits, weight.dtype, (None, None))
-                require_in_range(weight, largest, scheme, reader.where)
-                absmax_of_all = np.maximum(absmax_of_all, largest)
-    return absmax_of_all
+                of_rows = reader.loops.absmax(bits, weight.dtype, (None, None))
+                require_in_range(weight, of_rows, scheme, reader.where)
+                largest = np.maximum(largest, of_rows)
+    return largest
 
 
 def _round_weight(
     weight: Weight,
     scheme: Scheme,
     propagation: ErrorPropagation,
-    shared_absmax: Floats,
+    absmax_of_all: Floats,
     importance: Floats,
     reader: Reader,
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
@@ -297,12 +297,12 @@ def _round_weight(
     `importance`, float32 [in], are the sums of squares of the inputs, by which the search for scales weights errors.
     """
     fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
-    global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
+    global_scale = choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
     codes: list[Any] = []
     scales: list[Any] = []
     zero_points: list[Any] = []
     for bits in _row_blocks(reader, weight, fmt.height):
-        group_absmax = shared_absmax
+        group_absmax = absmax_of_all
         if not fmt.shared:
             group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
             require_in_range(weight, group_absmax, scheme, reader.where)

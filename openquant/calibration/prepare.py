@@ -115,11 +115,7 @@ def run_texts(
         options = replace(options, gptq=corpus.account)
     if "smoothing" in lacks:
         assert options.calibration is not None
-        if recipe.awq:
-            transforms = awq_transforms(prepared, options.calibration, ranks, reporter)
-        else:
-            assert recipe.smooth is not None
-            transforms = smoothquant_transforms(prepared, options.calibration, recipe.smooth, ranks, reporter)
+        transforms = choose_transforms(prepared, recipe, options.calibration, ranks, reporter)
         options = replace(options, transforms=transforms)
     return options, corpus
 
@@ -154,47 +150,14 @@ def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> 
     in_all_ranks(ranks, require)
 
 
-def smoothquant_transforms(
-    prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks, reporter: Reporter
+def choose_transforms(
+    prepared: Prepared, recipe: Recipe, calibration: Calibration, ranks: Ranks, reporter: Reporter
 ) -> WeightTransforms:
-    """Choose SmoothQuant's scales for a model.
+    """Choose AWQ's or SmoothQuant's scales for a model; for AWQ also how the search for scales weighs errors.
 
     Args:
         prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
-        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
-        exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
-        ranks: the processes of this run, all of which call this together and get the same.
-        reporter: receives notes and progress.
-
-    Returns:
-        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, and
-        notes.
-
-    Raises:
-        PlanError: the source is quantized.
-        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
-            number of inputs.
-        OutputError: shards cannot be written, or another rank has failed.
-        UsageError: the disk has too little space for shards that are streamed.
-    """
-    plan = prepared.plan
-    if summary.has_quantized_source(plan):
-        raise PlanError(
-            f"{prepared.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
-            "start from the unquantized model, or leave --smooth out",
-        )
-
-    def choose(mapping: SmoothingMapping, reader: Reader) -> Floats | str:
-        return smoothquant_scale(mapping, plan, reader, calibration, exponent)
-
-    return smoothing_transforms(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
-
-
-def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, reporter: Reporter) -> WeightTransforms:
-    """Choose AWQ's scales for a model, and by how much the search for quantization scales weighs errors.
-
-    Args:
-        prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
+        recipe: options of the output, with `awq` or `smooth`.
         calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
         ranks: the processes of this run, all of which call this together and get the same.
         reporter: receives notes and progress.
@@ -204,17 +167,26 @@ def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, r
         biases by tensor name, and notes.
 
     Raises:
+        PlanError: SmoothQuant was requested for a quantized source.
         SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
             number of inputs.
         OutputError: shards cannot be written, or another rank has failed.
         UsageError: the disk has too little space for shards that are streamed.
     """
     plan = prepared.plan
+    if recipe.awq:
+        choose: ChooseScale = partial(awq_scale, plan=plan, calibration=calibration)
+        return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), plan, calibration)
 
-    def choose(mapping: SmoothingMapping, reader: Reader) -> Floats | str:
-        return awq_scale(mapping, plan, reader, calibration)
-
-    return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), plan, calibration)
+    exponent = recipe.smooth
+    assert exponent is not None
+    if summary.has_quantized_source(plan):
+        raise PlanError(
+            f"{prepared.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
+            "start from the unquantized model, or leave --smooth out",
+        )
+    choose = partial(smoothquant_scale, plan=plan, calibration=calibration, exponent=exponent)
+    return smoothing_transforms(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
 
 
 def smoothing_transforms(

@@ -18,7 +18,6 @@ import io
 import logging
 import math
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -273,12 +272,11 @@ def _pick(sample: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm-eval from logging, printing, warning, describing this machine, and moving on random numbers."""
+    """Keep lm-eval from logging, printing, warning, and describing this machine."""
     import lm_eval.evaluator
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     levels = [logger.level for logger in loggers]
-    states = random.getstate(), np.random.get_state()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
@@ -293,8 +291,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 Figures = npt.NDArray[np.float64]

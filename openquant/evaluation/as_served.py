@@ -180,9 +180,7 @@ class ServedModel:
             kind = type(modules[next(iter(stacks.keys() - hooked.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
 
-        return layers, {
-            owner: ExpertWeights(_first_of(parts, FIRST), _first_of(parts, DOWN)) for owner, parts in hooked.items()
-        }
+        return layers, inputs_of_experts(hooked)
 
     def _static_scale(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
         """Read the static activation scale of a module: the largest of the named tensors, or its inverse."""
@@ -207,8 +205,19 @@ class ServedModel:
         return scale
 
 
-def _first_of(inputs: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
-    return next((inputs[name] for name in names if name in inputs), None)
+def inputs_of_experts(
+    stacks: Mapping[str, Mapping[str, QuantizedInputs]],
+) -> dict[str, ExpertWeights[QuantizedInputs]]:
+    """Return how inputs of stacked experts are rounded at their two hook points, by module name.
+
+    Args:
+        stacks: by module name, how the inputs of each of its parameters are quantized, by the parameter's name.
+    """
+
+    def first_of(inputs: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
+        return next((inputs[name] for name in names if name in inputs), None)
+
+    return {owner: ExpertWeights(first_of(parts, FIRST), first_of(parts, DOWN)) for owner, parts in stacks.items()}
 
 
 def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:

@@ -44,7 +44,7 @@ from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
 from .as_served import ServedModel, logits
 from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
-from .kl import ModelNames, compare_logits
+from .kl import compare_logits
 from .results import (
     Evaluation,
     EvaluationSettings,
@@ -297,16 +297,13 @@ class _Comparison:
             return [[] for _ in self.outputs]
         if self.prompts:
             served = [output.served for output in self.outputs]
-            return compare_answers(self.model, served, tokenizer, self.prompts, self._report_answer)
+            answered = partial(self.progress.more_done, TOKENS)
+            return compare_answers(self.model, served, tokenizer, self.prompts, answered)
         ids = self.corpus.documents[0].ids
         return [
             [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
             for output in self.outputs
         ]
-
-    def _report_answer(self, model: int, prompt: int) -> None:
-        del model, prompt
-        self.progress.more_done(TOKENS)
 
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
         """Return all passes of a document, by number."""
@@ -392,7 +389,7 @@ class _Comparison:
         assert self.source_logits is not None
         document = self.corpus.documents[index]
         output = next((output for output in self.outputs if output.first <= number <= output.last), None)
-        names = ModelNames(self.source.name, output.subject.name if output else f"{self.source.name} with noise")
+        names = self.source.name, output.subject.name if output else f"{self.source.name} with noise"
         ids = torch.tensor(document.ids)
         record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
         self.measurements.records.setdefault(number, {})[index] = record

@@ -76,16 +76,8 @@ class DocumentRecord:
         return cls(domain, name, *figures[:4], *figures[4:].astype(bool))
 
 
-@dataclass(frozen=True)
-class ModelNames:
-    """Names of the two models, for error messages."""
-
-    source: str
-    output: str
-
-
 def compare_logits(
-    source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: ModelNames
+    source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: tuple[str, str]
 ) -> DocumentRecord:
     """Compare two models' logits for one document.
 
@@ -95,7 +87,7 @@ def compare_logits(
         ids: token ids of the document, int64 [length], at least two.
         domain: the file or dataset subset that the document comes from.
         name: name of the document, for messages.
-        models: names of the models, for messages.
+        models: names of source and output, for messages.
 
     Returns:
         KL divergence and negative log-likelihoods in nats, the source's largest probability, and token agreement, at
@@ -106,7 +98,7 @@ def compare_logits(
     """
     if source.shape != output.shape:
         raise SourceError(
-            f"{models.source} has logits for {source.shape[-1]} tokens, {models.output} for {output.shape[-1]}",
+            f"{models[0]} has logits for {source.shape[-1]} tokens, {models[1]} for {output.shape[-1]}",
             "compare models of one vocabulary",
         )
 
@@ -115,8 +107,8 @@ def compare_logits(
     step = max(1, CHUNK // source.shape[-1])
     for start in range(0, len(next_tokens), step):
         rows = slice(start, min(start + step, len(next_tokens)))
-        log_p = log_probabilities(source[rows], start, name, models.source)
-        log_q = log_probabilities(output[rows], start, name, models.output)
+        log_p = log_probabilities(source[rows], start, name, models[0])
+        log_q = log_probabilities(output[rows], start, name, models[1])
         chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
 
     columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]

@@ -13,7 +13,7 @@ follows from their changes. Units of the output head have no later layers, so al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +24,18 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from ..calibration.gptq_pass import shared_absmax
 from ..data.corpus import Corpus
 from ..errors import PlanError
-from ..evaluation.as_served import ActivationRounding, QuantizedInputs
-from ..evaluation.kl import DocumentRecord, ModelNames, compare_logits
+from ..evaluation.as_served import ActivationRounding, QuantizedInputs, inputs_of_experts
+from ..evaluation.kl import DocumentRecord, compare_logits
 from ..formats import kernels
 from ..formats.format import read_activation_quantization
 from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
-from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
+from ..streaming.hooks import holds_experts
 from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
 from ..streaming.model import (
     Advanced,
@@ -188,14 +189,7 @@ class _Quantizer:
                 )
         if not layers and not stacks:
             return None
-        experts = {
-            owner: ExpertWeights(
-                next((parts[name] for name in FIRST if name in parts), None),
-                next((parts[name] for name in DOWN if name in parts), None),
-            )
-            for owner, parts in stacks.items()
-        }
-        return ActivationRounding(self.model.model, layers, experts)
+        return ActivationRounding(self.model.model, layers, inputs_of_experts(stacks))
 
 
 def _inputs_of(scheme: Scheme) -> QuantizedInputs | None:
@@ -387,7 +381,7 @@ class _Run:
             return
         piece = self.corpus.documents[one.document]
         ids = torch.tensor(piece.ids)
-        names = ModelNames("the source", "a mixture")
+        names = ("the source", "a mixture")
         self.records[one.mixture].append(
             compare_logits(self.source_logits[one.document], logits, ids, piece.domain, piece.name, names)
         )
@@ -479,8 +473,8 @@ def replaced_tensors(
         scheme, group = schemes[module], fused.get(module, (module,))
         if scheme is not None:
             if group[0] not in shared:
-                members = [weights[member] for member in group]
-                shared[group[0]] = _shared_absmax(members, scheme, make_reader())
+                members = [(weights[member], scheme) for member in group]
+                shared[group[0]] = shared_absmax(members, make_reader())
             tensors.setdefault(weight.source.name, []).append(_Rounded(weight, scheme, shared[group[0]]))
     return {name: partial(_rounded_tensor, rounded, make_reader) for name, rounded in tensors.items()}
 
@@ -561,14 +555,3 @@ def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader)
             values -= zero_point
         values *= scale
         yield values
-
-
-def _shared_absmax(weights: Iterable[Weight], scheme: Scheme, reader: Reader) -> Floats:
-    """float32 [1, 1], the largest absolute value of weights that share a scale; 0 if they share none."""
-    largest = np.zeros((1, 1), np.float32)
-    for weight in weights if scheme.format.shares_scale else ():
-        for bits in reader.rows(weight, 1):
-            absmax = reader.loops.absmax(bits, weight.dtype, (None, None))
-            require_in_range(weight, absmax, scheme, reader.where)
-            largest = np.maximum(largest, absmax)
-    return largest

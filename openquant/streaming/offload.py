@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -53,13 +52,7 @@ class OffloadFile:
     def __enter__(self) -> OffloadFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close and delete the file."""
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     @contextmanager

@@ -16,7 +16,7 @@ import torch
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.as_served import ServedModel, logits
-from openquant.evaluation.kl import DocumentRecord, ModelNames, compare_logits
+from openquant.evaluation.kl import DocumentRecord, compare_logits
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.menu import UNQUANTIZED, Mixture, units_of
 from openquant.fit.scores import Measured, _Quantizer, find_variants, measure_mixtures, scores_of
@@ -77,7 +77,7 @@ def written(source: Path, output: Path) -> list[np.ndarray]:
             streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH])
             for root in (source, output)
         )
-    names = ModelNames("source", "output")
+    names = ("source", "output")
     return [
         compare_logits(plain[0], rounded[0], ids, "", "", names).kl
         for plain, rounded, ids in zip(before, after, BATCH, strict=True)
@@ -195,7 +195,7 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
     with products_in_float32():
         run_interleaved(passes, finished=lambda *value: found.append(value[2]))
-    names = ModelNames("source", "output")
+    names = ("source", "output")
     expected = [
         compare_logits(before, after, ids, "", "", names).kl
         for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)

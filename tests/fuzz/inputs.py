@@ -7,7 +7,6 @@ Each kind is a function that damages a file, and gives what reads it, a command,
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -324,11 +323,7 @@ def rounded(case: Case) -> Trial:
     for name, data in case.sound.rounded.items():
         (folder / name).write_bytes(data)
     name = case.rng.choice(sorted(case.sound.rounded))
-    data, sealed = case.sound.rounded[name], case.rng.random() < 0.7
-    if sealed and not name.endswith(".passes"):
-        data = resealed(damaged_file(case, data, ROUNDED))
-    else:
-        data = raw(case.rng, data)
+    data = raw(case.rng, case.sound.rounded[name])
     done = f"{name}: {case.done}"
     if case.rng.random() < 0.1:
         name = case.rng.choice(
@@ -351,7 +346,7 @@ def rounded(case: Case) -> Trial:
         return layers.places()
 
     def holds(code: int) -> str | None:
-        if code == 0 and not sealed and (worse := same(case.here / "out" / SHARD, case.sound.shard)):
+        if code == 0 and (worse := same(case.here / "out" / SHARD, case.sound.shard)):
             return worse
         return _verifies(case)(code)
 
@@ -362,21 +357,6 @@ def rounded(case: Case) -> Trial:
 def facts_of(data: bytes) -> Any:
     length = int.from_bytes(data[:8], "little")
     return json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROUNDED])
-
-
-def resealed(data: bytes) -> bytes:
-    """A file of rounded layers with the digest that it should have, if it can have one."""
-    from openquant.errors import SourceError
-    from openquant.files.shardfile import read_header
-
-    try:
-        _, tensors = read_header(lambda offset, length: data[offset : offset + length], len(data), "it")
-        facts = facts_of(data)
-        digest = hashlib.sha256(json.dumps([facts["about"], [info for info, _ in tensors]]).encode())
-        digest.update(data[tensors[0][1] :] if tensors else b"")
-        return with_facts(data, ROUNDED, lambda _: json.dumps({**facts, "sha256": digest.hexdigest()}))
-    except (SourceError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return data
 
 
 OPTIONS: dict[str, Any] = {
