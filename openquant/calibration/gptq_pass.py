@@ -49,7 +49,7 @@ from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
 from ..streaming.hooks import ExpertWeights, ModuleHooks
-from ..streaming.interleaved import run_texts
+from ..streaming.interleaved import run_with_hooks
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
@@ -122,7 +122,7 @@ def round_layers(
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
-    run_texts(
+    run_with_hooks(
         model,
         corpus,
         range(len(corpus.documents)),

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ..data.corpus import Corpus
+from ..distributed import Ranks
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
 from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
-from ..streaming.interleaved import run_texts
+from ..streaming.interleaved import run_with_hooks
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
-from ..streaming.session import DocumentRanks, documents_of_rank
+from ..streaming.session import documents_of_rank
 from ..weights.statistics import InputStatistics
 
 
@@ -160,7 +161,7 @@ def observe_inputs(
     corpus: Corpus,
     *,
     scratch: OffloadFile | None = None,
-    ranks: DocumentRanks | None = None,
+    ranks: Ranks | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
@@ -192,6 +193,7 @@ def observe_inputs(
             f"{entry.name} runs its layers several times, and a calibration observes each layer once",
             "convert it without one",
         )
+    ranks = ranks or Ranks()
     linears, experts = find_hook_points(model)
     observer = Observer(model.model, linears, experts)
     layers = model.layers
@@ -219,7 +221,7 @@ def observe_inputs(
         )
 
     documents = documents_of_rank(len(corpus.documents), ranks)
-    run_texts(
+    run_with_hooks(
         model,
         corpus,
         documents,
@@ -231,10 +233,9 @@ def observe_inputs(
         progress=progress,
         checkpoint=pass_checkpoint,
     )
-    if ranks is not None:
-        # The first rank gets what the others have recorded; the others get nothing.
-        for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
-            _merge_states(all_statistics, load(data))
+    # The first rank gets what the others have recorded; the others get nothing.
+    for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
+        _merge_states(all_statistics, load(data))
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
     of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]

@@ -271,7 +271,7 @@ def _run(inputs: _Inputs, options: Calibrate, ranks: Ranks, reporter: Reporter, 
             model,
             corpus,
             scratch=scratch,
-            ranks=ranks if ranks.size > 1 else None,
+            ranks=ranks,
             progress=checked_progress(ranks, reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
@@ -390,9 +390,4 @@ def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
     Returns:
         The store in the directory `OUTPUT.rounded`, with one file for each decoder layer; nothing is read yet.
     """
-    return LayerStore(rounded_layers_path(target), digest)
-
-
-def rounded_layers_path(target: Path) -> Path:
-    """Return the directory of rounded layers for `target`, the output directory: `OUTPUT.rounded` beside it."""
-    return target.with_name(f"{target.name}.rounded")
+    return LayerStore(target.with_name(f"{target.name}.rounded"), digest)

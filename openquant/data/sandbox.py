@@ -28,9 +28,9 @@ TODAY = date(2026, 1, 1)
 Message = Mapping[str, Any]
 
 
-# Most CPU seconds for all conversations, to which one is added for each hundred of them; and most bytes of memory
-# beyond those of Python and transformers.
-CPU, MEMORY = 10, 512 << 20
+# Most seconds for all conversations, to which one is added for each hundred of them; and most bytes of memory beyond
+# those of Python and transformers.
+SECONDS, MEMORY = 30, 512 << 20
 
 
 def render(
@@ -58,15 +58,15 @@ def render(
     if not conversations:
         return []
 
-    cpu = CPU + len(conversations) // 100
+    seconds = SECONDS + len(conversations) // 100
     task = {
         "template": template,
         "conversations": [[_without_nulls(message) for message in messages] for messages in conversations],
         "variables": {**(variables or {}), "add_generation_prompt": not answered},
-        "cpu": cpu,
+        "seconds": seconds,
     }
 
-    answer = _run(task, cpu)
+    answer = _run(task)
     if "problem" in answer:
         where = f" for {names[answer['at']]}" if "at" in answer else ""
         raise SourceError(
@@ -82,12 +82,11 @@ def _without_nulls(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _run(task: Mapping[str, Any], cpu: int) -> Any:
+def _run(task: Mapping[str, Any]) -> Any:
     """Render in a subprocess.
 
     Args:
         task: the argument of `_render`, as JSON.
-        cpu: CPU seconds that it limits itself to.
 
     Returns:
         Its result, as JSON.
@@ -97,21 +96,15 @@ def _run(task: Mapping[str, Any], cpu: int) -> Any:
     # More threads would only reserve memory.
     single_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
-    # The kernel sends SIGXCPU at the CPU limit, and SIGKILL if the machine runs out of memory.
-    ended = -signal.SIGXCPU
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process = subprocess.run(
-            [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
-            input=json.dumps(task).encode(),
-            capture_output=True,
-            env={**os.environ, **single_thread, "HF_HUB_OFFLINE": "1"},
-            timeout=60 + 4 * cpu,
-        )
-        ended = process.returncode
-
-    if ended in (-signal.SIGXCPU, -signal.SIGKILL):
+    process = subprocess.run(
+        [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
+        input=json.dumps(task).encode(),
+        capture_output=True,
+        env={**os.environ, **single_thread, "HF_HUB_OFFLINE": "1"},
+    )
+    if process.returncode == -signal.SIGALRM:
         raise SourceError(
-            f"the model's chat template did not end within {cpu} seconds of processor time",
+            f"the model's chat template did not end within {task['seconds']} seconds",
             "it may never end; give texts without messages, or a model whose template works",
         )
     try:
@@ -119,7 +112,7 @@ def _run(task: Mapping[str, Any], cpu: int) -> Any:
     except ValueError:
         last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise SourceError(
-            f"the chat template could not be rendered: {short_repr(f'exit code {ended}, {last_line}')}",
+            f"the chat template could not be rendered: {short_repr(f'exit code {process.returncode}, {last_line}')}",
             "give texts without messages, or a model whose template works",
         ) from None
 
@@ -134,20 +127,16 @@ def serve() -> None:
         json.dump(answer, stream)
 
 
-def _limit(cpu: int) -> None:
-    """Limit this process to so many further CPU seconds, and to MEMORY further bytes."""
+def _limit(seconds: int) -> None:
+    """Have the system end this process after so many seconds, and limit it to MEMORY further bytes."""
     import resource
 
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + 1 + cpu}
-    with contextlib.suppress(OSError):
+    signal.alarm(seconds)
+    # Some systems have the limit but refuse to set it; others have a lower one.
+    with contextlib.suppress(ValueError, OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + MEMORY
-
-    for kind, limit in limits.items():
-        # Some systems have the limit but refuse to set it; others have a lower one.
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(kind, (limit, limit))
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _render(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +149,7 @@ def _render(task: Mapping[str, Any]) -> dict[str, Any]:
             return cls(TODAY.year, TODAY.month, TODAY.day, tzinfo=tz)
 
     vars(chat_template_utils)["datetime"] = Today
-    _limit(task["cpu"])
+    _limit(task["seconds"])
     rendered: list[str] = []
     for number, messages in enumerate(task["conversations"]):
         try:

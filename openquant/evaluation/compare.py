@@ -186,7 +186,7 @@ class _Comparison:
     @property
     def answers_prompts(self) -> bool:
         """Whether this process has the models answer prompts; of several only the first does."""
-        return bool(self.prompts) and (self.settings.ranks is None or self.settings.ranks.rank == 0)
+        return bool(self.prompts) and self.settings.ranks.first
 
     @property
     def passes(self) -> int:
@@ -225,14 +225,11 @@ class _Comparison:
         )
 
         ranks = self.settings.ranks
-        if ranks is None:
-            return self._evaluation()
-
         # The first rank has the figures of all.
         for data in ranks.gather(bytes(dump(self._state()))):
             self._merge(load(data))
 
-        evaluation = self._evaluation() if ranks.rank == 0 else None
+        evaluation = self._evaluation() if ranks.first else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
 

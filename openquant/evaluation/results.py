@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from ..data.corpus import Corpus
 from ..data.tokenizer import Tokenizer
+from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
@@ -45,7 +46,6 @@ from ..streaming.hooks import holds_experts
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.session import DocumentRanks
 from ..version import __version__
 from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
@@ -470,7 +470,7 @@ class EvaluationSettings:
         streamed: makes a context in which the models get their shards as they arrive, and which gives the file for
             hidden states; by default all shards are in the checkpoints' directories, and all states in memory.
         answers_prompts: whether the models answer prompts after the texts, for which all weights are read once more.
-        ranks: the processes that share the documents; None if this is the only one.
+        ranks: the processes that share the documents.
         tasks: questions of tasks that the models answer too; None for none.
         pass_checkpoint: file from which an interrupted evaluation continues; None for none.
         answer_memory: bytes that the weights of a model which answers prompts may take; None for no limit but the
@@ -484,7 +484,7 @@ class EvaluationSettings:
     prompts: str | os.PathLike[str] | None = None
     streamed: Callable[[Sequence[StreamedModel]], AbstractContextManager[OffloadFile | None]] = lambda _: nullcontext()
     answers_prompts: bool = True
-    ranks: DocumentRanks | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     answer_memory: int | None = None
     tasks: TaskRequests | None = None
     pass_checkpoint: PassCheckpoint | None = None

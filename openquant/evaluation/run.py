@@ -135,7 +135,7 @@ def _evaluate(
         options.prompts,
         partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
         answers_prompts=not (options.stream or options.no_prompts),
-        ranks=ranks if ranks.size > 1 else None,
+        ranks=ranks,
         answer_memory=answer_memory(options.max_memory),
         tasks=tasks,
         pass_checkpoint=pass_checkpoint,

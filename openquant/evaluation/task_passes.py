@@ -3,7 +3,7 @@
 Packs of questions are batches of the same interleaved pass as the texts. Each has one pass of the source and one of
 each output as engines serve it; pass 0 is the source.
 
-    passes = TaskPasses(requests, source_model, [served], ["Qwen3-8B", "Qwen3-8B-FP8"], ranks=None)
+    passes = TaskPasses(requests, source_model, [served], ["Qwen3-8B", "Qwen3-8B-FP8"], ranks=Ranks())
     run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.score)
     passes.scores.loglikelihoods(1)
 
@@ -40,13 +40,14 @@ from torch import Tensor
 
 from ..data.tasks import Figures, TaskAnswers, Tasks
 from ..data.tokenizer import Tokenizer
+from ..distributed import Ranks
 from ..errors import SourceError
 from ..files.model_files import short_repr
 from ..plan.architecture import known_architecture
 from ..streaming.interleaved import ForwardPass
 from ..streaming.model import StreamedModel, products_in_float32
 from ..streaming.packing import ChoiceRequest, Pack, make_packs, packed_logits, packing_of
-from ..streaming.session import DocumentRanks, documents_of_rank
+from ..streaming.session import documents_of_rank
 from .as_served import ServedModel
 from .kl import CHUNK, divergences, log_probabilities
 from .types import counted_questions
@@ -135,7 +136,7 @@ class TaskPasses:
         source: the source's model.
         outputs: the outputs as engines serve them.
         names: names of source and outputs, for messages.
-        ranks: the processes that share the packs; None for a single one.
+        ranks: the processes that share the packs.
 
     Attributes:
         packs: the packs of this process.
@@ -150,7 +151,7 @@ class TaskPasses:
         source: StreamedModel,
         outputs: Sequence[ServedModel],
         names: Sequence[str],
-        ranks: DocumentRanks | None,
+        ranks: Ranks,
     ) -> None:
         self._source, self._outputs, self._names = source, outputs, names
         requests = task_requests.requests
@@ -172,11 +173,6 @@ class TaskPasses:
     def local_tokens(self) -> int:
         """The number of tokens of this process's packs, for one model."""
         return sum(pack.ids.size for pack in self.packs)
-
-    @property
-    def local_rows(self) -> int:
-        """The number of positions of this process's packs whose logits are computed, for one model."""
-        return sum(len(pack.rows) for pack in self.packs)
 
     def of_pack(self, number: int) -> list[ForwardPass[Tensor]]:
         """Return the passes of a pack of this process: the source, then each output as engines serve it."""

@@ -65,7 +65,7 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
     limit = _limit(budget, menu, fit, request.options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
-    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)
+    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, reporter)
     compared = 1 if limit is None else 2
     target = output_directory(run, opened.source, summary.suffix(menu.plan))
     of_texts = texts_steps(run, texts.length, opened.source, opened.checkpoint, menu.plan, target)

@@ -27,7 +27,7 @@ from ..streaming.memory import memory_left
 from .budget import read_gpus, weights_on_gpus
 from .menu import BestMixtures, Menu, Mixture, bits_per_weight, make_menu
 from .session import Session
-from .table import Point, SearchResult, option_words
+from .table import Point, SearchResult, words_of_options
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
@@ -89,7 +89,7 @@ def search_mixtures(
 
     directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
-    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, Ranks(), reporter)
+    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, reporter)
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))
@@ -156,15 +156,15 @@ class Points:
 
     def command(self, name: str, is_scheme: bool) -> str:
         """Return the command that makes a point: a scheme, "5.5bits", or by any other name what fits the budget."""
-        words = ["openquant", "compress", "-m", os.fspath(self.asked["model"]), *option_words(self.asked, _OUTPUT)]
+        words = ["openquant", "compress", "-m", os.fspath(self.asked["model"]), *words_of_options(self.asked, _OUTPUT)]
         if is_scheme:
             return shlex.join([*words, "--scheme", name])
 
         if name.endswith("bits") and not name.startswith("-"):
             words += ["--fit", name]
         else:
-            words += ["--fit", str(self.budget), *option_words(self.asked, ["context"])]
-        return shlex.join([*words, *option_words(self.asked, _MIXTURE)])
+            words += ["--fit", str(self.budget), *words_of_options(self.asked, ["context"])]
+        return shlex.join([*words, *words_of_options(self.asked, _MIXTURE)])
 
     def result(
         self, points: Iterable[Point], source: Source, corpus: Corpus, engines: str, gpu: str | None

@@ -453,10 +453,10 @@ class _Table:
         """The command of compress with these options, and with those that were given here."""
         given = ("kv_cache", "quantize_lm_head", "quantize_embeddings", "architecture", "revision", "ignore")
         model = os.fspath(self.request.model)
-        return shlex.join(["openquant", "compress", "-m", model, *words, *option_words(vars(self.request), given)])
+        return shlex.join(["openquant", "compress", "-m", model, *words, *words_of_options(vars(self.request), given)])
 
 
-def option_words(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def words_of_options(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the words of a command line for options of a search that differ from their defaults.
 
     Args:

@@ -183,7 +183,7 @@ def run_interleaved(
                 suspended.abandon()
 
 
-def run_texts(
+def run_with_hooks(
     model: StreamedModel,
     corpus: Corpus,
     documents: Sequence[int],

@@ -28,7 +28,7 @@ CHATS = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "CPU", 1)
+    monkeypatch.setattr(sandbox, "SECONDS", 3)
 
 
 def rendered(template: str) -> list[str]:
@@ -63,7 +63,7 @@ def test_it_is_always_the_same_day() -> None:
 )
 def test_a_template_that_does_not_end_is_ended(template: str) -> None:
     begun = time.monotonic()
-    assert refusal(template) == "the model's chat template did not end within 1 seconds of processor time"
+    assert refusal(template) == "the model's chat template did not end within 3 seconds"
     assert time.monotonic() - begun < 40
 
 

@@ -21,6 +21,7 @@ from openquant import compress, evaluate
 from openquant.cli.commands import main
 from openquant.data.tasks import read_questions, read_tasks
 from openquant.data.tokenizer import load_tokenizer
+from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, SourceError, UsageError
 from openquant.evaluation import generate, run
 from openquant.evaluation.as_served import ServedModel
@@ -71,7 +72,7 @@ def scored(folder: Path, pairs: Sequence[tuple[str, str]], length: int = 512) ->
     model = StreamedModel(checkpoint)
     served = ServedModel(StreamedModel(checkpoint))
     tasks = TaskRequests(task, requests, ("any",), None, length)
-    passes = TaskPasses(tasks, model, [served], ["tiny", "itself"], None)
+    passes = TaskPasses(tasks, model, [served], ["tiny", "itself"], Ranks())
     run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.score)
     return passes
 

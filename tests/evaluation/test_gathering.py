@@ -10,6 +10,7 @@ import pytest
 
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
+from openquant.distributed import Ranks
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
@@ -18,12 +19,11 @@ from support import small_checkpoints
 
 
 @dataclass
-class First:
+class First(Ranks):
     """The first of two processes, which gets what the other gave."""
 
-    data: bytes
-    rank: int = 0
     size: int = 2
+    data: bytes = b""
 
     def gather(self, data: bytes) -> list[bytes]:
         del data
@@ -39,7 +39,7 @@ class Given(Exception):
 
 
 @dataclass
-class Second:
+class Second(Ranks):
     """The other."""
 
     rank: int = 1
@@ -53,8 +53,8 @@ class Second:
 
 
 def test_every_document_is_one_process_s() -> None:
-    assert list(documents_of_rank(5, None)) == [0, 1, 2, 3, 4]
-    assert list(documents_of_rank(5, First(b""))) == [0, 2, 4]
+    assert list(documents_of_rank(5, Ranks())) == [0, 1, 2, 3, 4]
+    assert list(documents_of_rank(5, First())) == [0, 2, 4]
     assert list(documents_of_rank(5, Second())) == [1, 3]
     assert list(documents_of_rank(1, Second())) == []
 
@@ -68,13 +68,13 @@ def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
     ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32)), tuple(range(32))]
     corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
 
-    def found(team: First | Second | None) -> Evaluation:
+    def found(team: Ranks) -> Evaluation:
         subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, tmp_path / "out")]
         return compare_outputs(subjects[0], subjects[1:], corpus, EvaluationSettings(kv_cache="fp8", ranks=team))
 
     with pytest.raises(Given) as given:
         found(Second())
-    alone = found(None)
-    assert found(First(given.value.args[0])) == alone
+    alone = found(Ranks())
+    assert found(First(data=given.value.args[0])) == alone
     assert alone.outputs[0]["layers"][1]["routed_otherwise"] > 0
     assert any("static scales clip" in each for each in alone.outputs[0]["reasons"])
