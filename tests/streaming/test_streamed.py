@@ -155,7 +155,7 @@ def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Pa
     groups = [[Waiting()] for _ in range(8)]
     budget = 10 * groups[0][0].in_memory
     with OffloadFile(tmp_path, budget) as scratch:
-        store = HiddenStateStore(scratch, len(groups))
+        store = HiddenStateStore(scratch)
         for group in groups:
             store.offload(group)
         assert scratch._end == 0
