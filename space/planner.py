@@ -32,7 +32,6 @@ from openquant.formats.hardware import GPUS
 from openquant.formats.names import SCHEME_NAMES
 from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of
 from openquant.plan import summary
-from openquant.plan.architecture import text_config
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.recipes import check_recipe
@@ -262,7 +261,7 @@ def _check_mixture(gpu: str, options: Mapping[str, Any]) -> None:
 
 def _check_room(gpu: str, context: int, plan: Plan) -> None:
     """Refuse what a job would refuse only when it runs."""
-    limit = weights_on_gpus(read_budget(gpu), plan, text_config(plan.decoded, plan.model), context, fp8_cache=False)
+    limit = weights_on_gpus(read_budget(gpu), plan, context, fp8_cache=False)
     before = summary.source_bytes(plan)
     if limit >= before:
         raise PlanError(

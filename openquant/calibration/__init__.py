@@ -16,5 +16,5 @@ weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where t
 or of GPTQ that was interrupted continues from its pass checkpoint (streaming/pass_checkpoint.py).
 
 [mapping, *_] = usable_mappings(plan).mappings
-smoothquant_scale(mapping, plan, reader, calibration, 0.5)      # float32 [2, 1, 1, 0.5, ..], or why there is none
+smoothquant_scale(mapping, reader, plan, calibration, 0.5)      # float32 [2, 1, 1, 0.5, ..], or why there is none
 """

@@ -23,24 +23,20 @@ accumulated in parts, and texts run through the layer once for each part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..convert.conversion import has_sound_scales, is_scale_tensor
 from ..data.corpus import Corpus
 from ..errors import SourceError
-from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace, damaged_file
+from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace
 from ..formats.kernels import (
     BITS_TYPE,
     Bits,
     Loops,
-    absmax,
     choose_scales,
     choose_shared_scale,
     pack,
@@ -53,16 +49,8 @@ from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
 from ..streaming.hooks import ExpertWeights, ModuleHooks
-from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.model import (
-    Advanced,
-    PassProgress,
-    StreamedModel,
-    layer_costs,
-    limited_threads,
-    products_in_float32,
-    threads_for,
-)
+from ..streaming.interleaved import run_with_hooks
+from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..weights.reading import Reader, require_in_range
@@ -129,35 +117,26 @@ def round_layers(
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
-    texts = [torch.tensor(document.ids, device=model.device) for document in corpus.documents]
-    rounder = _Rounder(units, parts, layers, len(texts), reader, store)
-
-    @contextmanager
-    def observe() -> Iterator[None]:
-        with products_in_float32(model.device), observer.on():
-            yield
+    rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store)
 
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
-    last = list(parts)[-1]
-    resumed = frozenset() if pass_checkpoint is None else pass_checkpoint.done
-    costs = layer_costs(model, [unit for unit in layers[: layers.index(last) + 1] if unit not in resumed])
-    # Texts run through a layer once for each part, and rounding takes about as long as one of these.
-    costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
-    pass_progress = PassProgress(costs, len(texts) * corpus.length, progress)
-
-    with limited_threads(threads_for(model, corpus.length)):
-        run_interleaved(
-            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
-            finished=lambda *_: None,
-            after_unit=rounder.after_unit,
-            scratch=scratch,
-            until=last,
-            progress=pass_progress.layer_done,
-            checkpoint=pass_checkpoint,
-            recompute=rounder.begin_part,
-        )
+    run_with_hooks(
+        model,
+        corpus,
+        range(len(corpus.documents)),
+        body,
+        observer,
+        until=list(parts)[-1],
+        after_unit=rounder.after_unit,
+        scratch=scratch,
+        progress=progress,
+        checkpoint=pass_checkpoint,
+        recompute=rounder.begin_part,
+        # Texts run through a layer once for each part, and rounding takes about as long as one of these.
+        readings={unit: 1 + len(of_unit) for unit, of_unit in parts.items()},
+    )
 
     _note_few_tokens(rounder.expert_tokens, note)
     return places | rounder.places
@@ -246,15 +225,8 @@ def _read_store(
     pending: dict[str, list[Hessian]] = {}
     for unit, unit_hessians in units.items():
         missing = unit_hessians.hessians
-        for path, tensors in store.read(layers.index(unit)).items():
+        for tensors in store.read(layers.index(unit)).values():
             stored = [hessian for hessian in missing if not tensors.keys().isdisjoint(hessian.output_tensors)]
-            signed = {weight.module: scheme.format.signed_scales for one in stored for weight, scheme in one.weights}
-            scales = [(info, place) for info, place in tensors.items() if is_scale_tensor(info)]
-            if tensors.keys() != {info for hessian in stored for info in hessian.output_tensors} or not all(
-                has_sound_scales(path, place.offset, info, signed[info.name.rpartition(".")[0]])
-                for info, place in scales
-            ):
-                raise damaged_file(path)
             places |= {info.name: place for info, place in tensors.items()}
             missing = [hessian for hessian in missing if hessian not in stored]
         if missing:
@@ -272,7 +244,7 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
         )
     # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
     propagations: dict[bytes, ErrorPropagation] = {}
-    shared_absmax = _shared_absmax(hessian, reader)
+    absmax_of_all = shared_absmax(hessian.weights, reader)
     for weight, scheme in hessian.weights:
         columns = weight.transform.columns if weight.transform is not None else None
         key = b"" if columns is None else columns.tobytes()
@@ -280,7 +252,7 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
             propagations = {key: _smoothed_propagation(matrix, columns)}
         factors = np.float32(1) if columns is None else columns
         importance = (matrix.diagonal().cpu().numpy() / factors / factors).astype(np.float32)
-        yield from _round_weight(weight, scheme, propagations[key], shared_absmax, importance, reader)
+        yield from _round_weight(weight, scheme, propagations[key], absmax_of_all, importance, reader)
 
 
 def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropagation:
@@ -291,23 +263,32 @@ def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropag
     return find_error_propagation(matrix / factors / factors[:, None])
 
 
-def _shared_absmax(hessian: Hessian, reader: Reader) -> Floats:
-    """float32 [1, 1], the absmax of all weights that share a per-tensor or global scale; 0 if none do."""
-    absmax_of_all = np.zeros((1, 1), np.float32)
-    for weight, scheme in hessian.weights:
+def shared_absmax(weights: Iterable[tuple[Weight, Scheme]], reader: Reader) -> Floats:
+    """Return the absmax of all weights that share a per-tensor or global scale, float32 [1, 1]; 0 if none do.
+
+    Args:
+        weights: the weights, each with its scheme.
+        reader: reads them.
+
+    Raises:
+        SourceError: a weight cannot be read, or holds NaN or infinity.
+        PlanError: a weight is too large for its scheme.
+    """
+    largest = np.zeros((1, 1), np.float32)
+    for weight, scheme in weights:
         if scheme.format.shares_scale:
             for bits in reader.rows(weight, 1):
-                largest = absmax(bits, weight.dtype, (None, None))
-                require_in_range(weight, largest, scheme, reader.where)
-                absmax_of_all = np.maximum(absmax_of_all, largest)
-    return absmax_of_all
+                of_rows = reader.loops.absmax(bits, weight.dtype, (None, None))
+                require_in_range(weight, of_rows, scheme, reader.where)
+                largest = np.maximum(largest, of_rows)
+    return largest
 
 
 def _round_weight(
     weight: Weight,
     scheme: Scheme,
     propagation: ErrorPropagation,
-    shared_absmax: Floats,
+    absmax_of_all: Floats,
     importance: Floats,
     reader: Reader,
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
@@ -316,12 +297,12 @@ def _round_weight(
     `importance`, float32 [in], are the sums of squares of the inputs, by which the search for scales weights errors.
     """
     fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
-    global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
+    global_scale = choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
     codes: list[Any] = []
     scales: list[Any] = []
     zero_points: list[Any] = []
     for bits in _row_blocks(reader, weight, fmt.height):
-        group_absmax = shared_absmax
+        group_absmax = absmax_of_all
         if not fmt.shared:
             group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
             require_in_range(weight, group_absmax, scheme, reader.where)

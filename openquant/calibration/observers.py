@@ -9,40 +9,26 @@ Each weight is read once, and only one decoder layer is in memory, so the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load, save
 from torch import Tensor, nn
 
 from ..data.corpus import Corpus
+from ..distributed import Ranks
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
 from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
-from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.model import (
-    Advanced,
-    PassProgress,
-    StreamedModel,
-    layer_costs,
-    limited_threads,
-    products_in_float32,
-    threads_for,
-)
+from ..streaming.interleaved import run_with_hooks
+from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
-from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.session import DocumentRanks, documents_of_rank
+from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
+from ..streaming.session import documents_of_rank
 from ..weights.statistics import InputStatistics
-
-# Larger counts of tokens are not exact in float64.
-MAX_TOKENS = 1 << 53
-Statistics = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass
@@ -87,6 +73,19 @@ class RunningStatistics:
         self.total = total if self.total is None else self.total + total
         self.squares = squares if self.squares is None else self.squares + squares
         self.tokens += tokens
+
+    def state(self) -> dict[str, Any]:
+        """Return all that was recorded, for `merge`."""
+        return {name: getattr(self, name) for name in ("absmax", "total", "squares", "tokens", "routed")}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another process, or an interrupted one, has recorded of the same layer: its `state()`."""
+        if state["routed"] is not None:
+            self.add_routed(state["routed"])
+        if state["absmax"] is not None:
+            device = "cpu" if self.absmax is None else self.absmax.device
+            absmax, total, squares = (state[name].to(device) for name in ("absmax", "total", "squares"))
+            self.add(absmax, total, squares, state["tokens"])
 
     @property
     def largest(self) -> float:
@@ -162,7 +161,7 @@ def observe_inputs(
     corpus: Corpus,
     *,
     scratch: OffloadFile | None = None,
-    ranks: DocumentRanks | None = None,
+    ranks: Ranks | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
@@ -184,8 +183,7 @@ def observe_inputs(
         index of each decoder layer that has a KV cache of its own. With latent attention (MLA) there are none.
 
     Raises:
-        SourceError: a weight cannot be read, activations are not finite, the model runs its layers several times, or
-            the pass checkpoint cannot be continued.
+        SourceError: a weight cannot be read, activations are not finite, or the model runs its layers several times.
         OutputError: hidden states or the pass checkpoint cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
@@ -195,6 +193,7 @@ def observe_inputs(
             f"{entry.name} runs its layers several times, and a calibration observes each layer once",
             "convert it without one",
         )
+    ranks = ranks or Ranks()
     linears, experts = find_hook_points(model)
     observer = Observer(model.model, linears, experts)
     layers = model.layers
@@ -206,12 +205,8 @@ def observe_inputs(
     by_layer = _group_by_layer(model, linears, experts, caches)
     all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
     if pass_checkpoint is not None:
-        _continue(pass_checkpoint, all_statistics, by_layer)
-
-    @contextmanager
-    def observe() -> Iterator[None]:
-        with products_in_float32(model.device), observer.on():
-            yield
+        _merge_states(all_statistics, pass_checkpoint.saved or ())
+        pass_checkpoint.extra = lambda: [statistics.state() for statistics in all_statistics]
 
     def after_unit(unit: str, *_: object) -> None:
         for statistics in by_layer.get(unit, ()):
@@ -226,41 +221,31 @@ def observe_inputs(
         )
 
     documents = documents_of_rank(len(corpus.documents), ranks)
-    texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
-    resumed = frozenset() if pass_checkpoint is None else pass_checkpoint.done
-    costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
-    pass_progress = PassProgress(costs, len(documents) * corpus.length, progress)
-    with limited_threads(threads_for(model, corpus.length)):
-        run_interleaved(
-            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
-            finished=lambda *_: None,
-            after_unit=after_unit,
-            scratch=scratch,
-            until=layers[-1],
-            progress=pass_progress.layer_done,
-            checkpoint=pass_checkpoint,
-        )
-    if ranks is not None:
-        # The first rank gets what the others have recorded; the others get nothing.
-        for data in ranks.gather(_serialize(all_statistics)):
-            _add_serialized(all_statistics, data)
+    run_with_hooks(
+        model,
+        corpus,
+        documents,
+        body,
+        observer,
+        until=layers[-1],
+        after_unit=after_unit,
+        scratch=scratch,
+        progress=progress,
+        checkpoint=pass_checkpoint,
+    )
+    # The first rank gets what the others have recorded; the others get nothing.
+    for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
+        _merge_states(all_statistics, load(data))
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
     of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]
     return _merge_same_inputs(statistics.to_input_statistics() for statistics in of_inputs), kv_absmax
 
 
-def _continue(
-    pass_checkpoint: PassCheckpoint,
-    all_statistics: list[RunningStatistics],
-    by_layer: Mapping[str, Sequence[RunningStatistics]],
-) -> None:
-    """Take what an interrupted pass has recorded, and have statistics saved with the pass."""
-    pass_checkpoint.extra = lambda: _serialize(all_statistics)
-    if pass_checkpoint.saved is not None:
-        with pass_checkpoint.continuing():
-            _add_serialized(all_statistics, pass_checkpoint.saved)
-            _require_statistics_of(pass_checkpoint.done, by_layer)
+def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[Mapping[str, Any]]) -> None:
+    """Add what another process, or an interrupted one, has recorded of the same model; nothing if `states` is empty."""
+    for statistics, state in zip(all_statistics, states, strict=False):
+        statistics.merge(state)
 
 
 def _require_finite(statistics: RunningStatistics) -> None:
@@ -356,68 +341,3 @@ def _expert_statistics(
     return RunningStatistics(
         tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1]
     )
-
-
-def _serialize(all_statistics: list[RunningStatistics]) -> bytes:
-    """The statistics as a safetensors file: `N`, float64 [4, in], has absmax, total, squares and tokens of the Nth, and
-    `N routed`, float64 [experts], the tokens routed to each expert.
-    """
-    arrays: dict[str, Statistics] = {}
-    for number, statistics in enumerate(all_statistics):
-        rows = torch.zeros(4, 0, dtype=torch.float64)
-        if statistics.absmax is not None and statistics.total is not None and statistics.squares is not None:
-            tokens = torch.full_like(statistics.total, statistics.tokens)
-            rows = torch.stack([statistics.absmax.double(), statistics.total, statistics.squares, tokens])
-        arrays[str(number)] = rows.cpu().numpy()
-        if statistics.routed is not None:
-            arrays[f"{number} routed"] = statistics.routed.double().numpy()
-    return save(arrays)
-
-
-def _add_serialized(all_statistics: list[RunningStatistics], data: bytes) -> None:
-    """Add what another process, or an interrupted one, has recorded of the same model.
-
-    Raises:
-        ValueError: it is of another model, or no observer records such values.
-        SafetensorError: it is no safetensors file.
-    """
-    arrays = load(data)
-    if {name.removesuffix(" routed") for name in arrays} != {str(number) for number in range(len(all_statistics))}:
-        raise ValueError("it has statistics of other layers")
-    for name, array in arrays.items():
-        statistics, is_routed = all_statistics[int(name.removesuffix(" routed"))], name.endswith(" routed")
-        label = f"its statistics of {statistics.tensors[0]}"
-        valid = array.dtype == np.float64 and array.ndim == 2 - is_routed and (np.isfinite(array) & (array >= 0)).all()
-        # All of `routed` and the last of four rows are numbers of tokens.
-        counts = array if is_routed or not valid else array[3:]
-        if not valid or (counts != np.floor(counts)).any() or counts.max(initial=0) > MAX_TOKENS:
-            raise ValueError(f"{label} are invalid")
-        if is_routed:
-            if not statistics.counts_routing or (
-                statistics.routed is not None and len(statistics.routed) != len(array)
-            ):
-                raise ValueError(f"{label} are of other experts")
-            statistics.add_routed(torch.from_numpy(array.astype(np.int64)))
-            continue
-        if len(array) != 4 or array.shape[1] not in (0, statistics.width or array.shape[1]):
-            raise ValueError(f"{label} are of another width")
-        if array.shape[1]:
-            # The first row was float32.
-            if array[0].max() > np.finfo(np.float32).max or (array[3] != array[3, 0]).any():
-                raise ValueError(f"{label} are invalid")
-            absmax, total, squares, tokens = (torch.from_numpy(row) for row in array)
-            device = "cpu" if statistics.absmax is None else statistics.absmax.device
-            statistics.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))
-
-
-def _require_statistics_of(done: Set[str], by_layer: Mapping[str, Sequence[RunningStatistics]]) -> None:
-    """Refuse statistics of layers through which texts will run again, and finished layers without any.
-
-    Raises:
-        ValueError: there are such.
-    """
-    for layer, all_statistics in by_layer.items():
-        # Not those of keys and values: a maximum may be taken twice, and image towers shift the indices of caches.
-        of_inputs = [statistics for statistics in all_statistics if statistics.width]
-        if of_inputs and any(statistics.absmax is not None for statistics in of_inputs) != (layer in done):
-            raise ValueError(f"it has {'no ' if layer in done else ''}statistics of {layer}")

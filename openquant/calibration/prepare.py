@@ -7,13 +7,13 @@ the weights. GPTQ's Hessians come later, while layers are rounded (run.py).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed import Ranks, attempt
+from ..distributed import Ranks
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Needs, require_space
@@ -21,23 +21,21 @@ from ..formats.numbers import Floats
 from ..hub.source import Source, supply_shards
 from ..job import Prepared, calibration_needs, in_all_ranks
 from ..machine import resident
-from ..options import Calibrate, CalibrationTexts, Recipe, Run
+from ..options import CalibrationTexts, Recipe, Run
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
 from ..result import Reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
-from ..streaming.session import BUDGET, hidden_bytes
-from ..threads import in_threads
+from ..streaming.session import BUDGET, ShardProvider, hidden_bytes, work_as_shards_arrive
 from ..weights.reading import Reader
-from ..weights.statistics import SUFFIX, Calibration
+from ..weights.statistics import Calibration
 from ..weights.weight import WeightTransforms
-from .run import calibration_destination, find_calibration, read_texts
+from .run import calibration_path, find_calibration, read_texts
 from .smoothing import (
     MappingTransforms,
     SmoothingMapping,
-    UsableMappings,
     apply_smoothing,
     awq_scale,
     combine_transforms,
@@ -53,16 +51,6 @@ if TYPE_CHECKING:
 
 # Chooses the scale of a mapping, float32 [channels], or says why there is none; called from several threads.
 ChooseScale = Callable[[SmoothingMapping, Reader], Floats | str]
-
-
-def calibration_path(source: Source, output: Path) -> Path:
-    """Return the path of the calibration file that a run of compress() makes: NAME.calibration.safetensors.
-
-    Args:
-        source: where the model comes from, which gives NAME.
-        output: the output directory, beside which the file lies.
-    """
-    return output.parent / f"{source.name}{SUFFIX}"
 
 
 def texts_steps(
@@ -121,17 +109,13 @@ def run_texts(
     _require_room(prepared, texts, ranks)
     corpus = None
     if "activations" in lacks:
-        options = replace(options, calibration=_calibrate(prepared, texts, ranks, reporter))
+        options = replace(options, calibration=find_calibration(prepared, texts, ranks, reporter))
     if "Hessians" in lacks:
         corpus = read_texts(prepared.source, prepared.checkpoint, texts, ranks)
         options = replace(options, gptq=corpus.account)
     if "smoothing" in lacks:
         assert options.calibration is not None
-        if recipe.awq:
-            transforms = awq_transforms(prepared, options.calibration, ranks, reporter)
-        else:
-            assert recipe.smooth is not None
-            transforms = smoothquant_transforms(prepared, options.calibration, recipe.smooth, ranks, reporter)
+        transforms = choose_transforms(prepared, recipe, options.calibration, ranks, reporter)
         options = replace(options, transforms=transforms)
     return options, corpus
 
@@ -166,58 +150,14 @@ def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> 
     in_all_ranks(ranks, require)
 
 
-def _calibrate(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
-    """Find input statistics, or read those of an earlier run with the same texts."""
-    run, source, checkpoint = prepared.run, prepared.source, prepared.checkpoint
-    options = Calibrate(
-        run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
-    )
-    path, elsewhere = calibration_path(source, prepared.target), "name another output with -o"
-    target = calibration_destination(path, "", elsewhere, source, checkpoint, options, texts, (prepared.target,))
-    return find_calibration(source, checkpoint, target, options, texts, ranks, reporter)
-
-
-def smoothquant_transforms(
-    prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks, reporter: Reporter
+def choose_transforms(
+    prepared: Prepared, recipe: Recipe, calibration: Calibration, ranks: Ranks, reporter: Reporter
 ) -> WeightTransforms:
-    """Choose SmoothQuant's scales for a model.
+    """Choose AWQ's or SmoothQuant's scales for a model; for AWQ also how the search for scales weighs errors.
 
     Args:
         prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
-        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
-        exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
-        ranks: the processes of this run, all of which call this together and get the same.
-        reporter: receives notes and progress.
-
-    Returns:
-        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, and
-        notes.
-
-    Raises:
-        PlanError: the source is quantized.
-        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
-            number of inputs.
-        OutputError: shards cannot be written, or another rank has failed.
-        UsageError: the disk has too little space for shards that are streamed.
-    """
-    plan = prepared.plan
-    if summary.has_quantized_source(plan):
-        raise PlanError(
-            f"{prepared.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
-            "start from the unquantized model, or leave --smooth out",
-        )
-
-    def choose(mapping: SmoothingMapping, reader: Reader) -> Floats | str:
-        return smoothquant_scale(mapping, plan, reader, calibration, exponent)
-
-    return smoothing_transforms(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
-
-
-def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, reporter: Reporter) -> WeightTransforms:
-    """Choose AWQ's scales for a model, and by how much the search for quantization scales weighs errors.
-
-    Args:
-        prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
+        recipe: options of the output, with `awq` or `smooth`.
         calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
         ranks: the processes of this run, all of which call this together and get the same.
         reporter: receives notes and progress.
@@ -227,17 +167,26 @@ def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, r
         biases by tensor name, and notes.
 
     Raises:
+        PlanError: SmoothQuant was requested for a quantized source.
         SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
             number of inputs.
         OutputError: shards cannot be written, or another rank has failed.
         UsageError: the disk has too little space for shards that are streamed.
     """
     plan = prepared.plan
+    if recipe.awq:
+        choose: ChooseScale = partial(awq_scale, plan=plan, calibration=calibration)
+        return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), plan, calibration)
 
-    def choose(mapping: SmoothingMapping, reader: Reader) -> Floats | str:
-        return awq_scale(mapping, plan, reader, calibration)
-
-    return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), plan, calibration)
+    exponent = recipe.smooth
+    assert exponent is not None
+    if summary.has_quantized_source(plan):
+        raise PlanError(
+            f"{prepared.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
+            "start from the unquantized model, or leave --smooth out",
+        )
+    choose = partial(smoothquant_scale, plan=plan, calibration=calibration, exponent=exponent)
+    return smoothing_transforms(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
 
 
 def smoothing_transforms(
@@ -267,7 +216,7 @@ def smoothing_transforms(
     usable = usable_mappings(plan)
     if usable.mappings:
         reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
-    outcomes = _ScaleSearch(prepared, usable, choose, ranks, reporter).run()
+    outcomes = _ScaleSearch(prepared, usable.mappings, choose, reporter).run(ranks)
     parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
     unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
     for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
@@ -285,40 +234,41 @@ def smoothing_transforms(
 
 
 class _ScaleSearch:
-    """One call of `smoothing_transforms`: the mappings still to do, and what was chosen so far."""
+    """One call of `smoothing_transforms`: what was chosen so far, for each mapping by its number."""
 
     def __init__(
-        self, prepared: Prepared, usable: UsableMappings, choose: ChooseScale, ranks: Ranks, reporter: Reporter
+        self, prepared: Prepared, mappings: Sequence[SmoothingMapping], choose: ChooseScale, reporter: Reporter
     ) -> None:
-        self.prepared, self.mappings, self.choose, self.ranks = prepared, usable.mappings, choose, ranks
+        self.prepared = prepared
+        self.mappings = mappings
+        self.choose = choose
         self.reporter = reporter
         self.outcomes: dict[int, MappingTransforms | str] = {}
-        layers = prepared.plan.layers
-        weights_of = [
-            [layers[name] for name in (mapping.smooth_layer, *mapping.balance_layers) if name in layers]
-            for mapping in self.mappings
-        ]
-        self.layer_counts = [len(weights) for weights in weights_of]
-        self.done = 0
-        self.needs = {
-            str(number): mapping_shards(mapping, prepared.plan) for number, mapping in enumerate(self.mappings)
-        }
-        self.lock = threading.Lock()
-        self.stopped = threading.Event()
 
-    def run(self) -> list[MappingTransforms | str]:
+        layers = prepared.plan.layers
+        self.layer_counts = [
+            sum(name in layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in mappings
+        ]
+        self.done = 0
+        self.lock = threading.Lock()
+
+    def run(self, ranks: Ranks) -> list[MappingTransforms | str]:
         """For each mapping what it changes, or why it is not used."""
-        run, source = self.prepared.run, self.prepared.source
-        with ExitStack() as stack:
-            directory = self.prepared.target.absolute().parent
-            needs = self.needs if source.remote else {}
-            if needs and run.stream:
-                directory.mkdir(parents=True, exist_ok=True)
-            supplies = supply_shards([(source, needs)], run.stream, directory, times=self.ranks.local_size)
-            [self.supply] = stack.enter_context(supplies)
-            self.tasks = self._tasks()
-            in_threads(self._work, self._workers(), self.stopped)
-        return [self.outcomes[number] for number in range(len(self.mappings))]
+        run = self.prepared.run
+        source = self.prepared.source
+        directory = self.prepared.target.absolute().parent
+
+        tasks = [(str(number), number) for number in range(len(self.mappings))]
+        needs: dict[str, list[str]] = {}
+        if source.remote:
+            needs = {what: mapping_shards(self.mappings[number], self.prepared.plan) for what, number in tasks}
+        if needs and run.stream:
+            directory.mkdir(parents=True, exist_ok=True)
+
+        with supply_shards([(source, needs)], run.stream, directory, times=ranks.local_size) as [supply]:
+            begin = partial(self._begin, supply)
+            work_as_shards_arrive(tasks, supply, begin, self._workers(), threading.Event(), ranks)
+        return [self.outcomes[number] for _, number in tasks]
 
     def _workers(self) -> int:
         """How many threads memory allows."""
@@ -328,27 +278,14 @@ class _ScaleSearch:
             return workers
         return max(1, min(workers, (limit - resident()) // per_thread))
 
-    def _tasks(self) -> Iterator[int]:
-        """Indices of mappings, each once its shards are there."""
-        for number in range(len(self.mappings)):
-            self.supply.wait_for(str(number), lambda: self.stopped.is_set() or attempt(self.ranks.check)[1] is not None)
-            self.ranks.check()
-            if self.stopped.is_set():
-                return
-            yield number
+    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
+        return partial(self._choose_scale, Reader(self.prepared.plan.decoded.where, supply.path))
 
-    def _work(self) -> None:
+    def _choose_scale(self, reader: Reader, number: int) -> None:
         plan = self.prepared.plan
-        reader = Reader(plan.decoded.where, self.supply.path)
-        while True:
-            with self.lock:
-                number = next(self.tasks, None)
-            if number is None:
-                return
-            mapping = self.mappings[number]
-            scale = self.choose(mapping, reader)
-            self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
-            self.supply.release(str(number))
-            with self.lock:
-                self.done += self.layer_counts[number]
-                self.reporter.on_progress(self.done, sum(self.layer_counts), "layers")
+        mapping = self.mappings[number]
+        scale = self.choose(mapping, reader)
+        self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
+        with self.lock:
+            self.done += self.layer_counts[number]
+            self.reporter.on_progress(self.done, sum(self.layer_counts), "layers")

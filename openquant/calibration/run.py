@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -95,30 +95,38 @@ def calibrate(
 def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
-    opened = _check_inputs(options, texts, ranks)
-    _run(*opened, options, ranks, reporter.on_note, reporter.on_progress)
-    return opened.target.path
+    inputs = _check_inputs(options, texts, ranks)
+    _run(inputs, options, ranks, reporter)
+    return inputs.target.path
 
 
-class _Opened(NamedTuple):
+class _Inputs(NamedTuple):
+    """What a calibration reads, opened and checked; `target` is the file that it writes."""
+
     source: Source
     checkpoint: Checkpoint
+    fingerprint: Fingerprint
     corpus: Corpus
     target: Destination
 
 
-def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Opened:
+def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Inputs:
     """Open the model, read the texts, and refuse what cannot be done, before anything is computed or written."""
     source, checkpoint = open_model(options.model, options.revision, options.stream)
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     option = ""
     path = source.default_path(f"{source.name}{SUFFIX}")
     if options.out is not None:
         option = "-o"
         path = Path(options.out)
-    target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
+
+    # An older calibration of the same model is replaced, with `overwrite` that of any.
+    kind = calibrations(None if options.overwrite else fingerprint.matches)
+    taken = taken_by([model_folder(options.model)], files_read(vars(texts)))
+    target = Destination(path, option, kind, taken, elsewhere="name another file with -o")
     target.require()
     memory_left(options.max_memory, calibration_steps(checkpoint, texts.length))
-    return _Opened(source, checkpoint, read_texts(source, checkpoint, texts, ranks), target)
+    return _Inputs(source, checkpoint, fingerprint, read_texts(source, checkpoint, texts, ranks), target)
 
 
 def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
@@ -135,7 +143,7 @@ def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
         OpenQuantError: calibrate() would refuse it.
     """
     device = find_device(options.device, 0)
-    source, checkpoint, corpus, target = _check_inputs(options, texts, Ranks())
+    source, checkpoint, _, corpus, target = _check_inputs(options, texts, Ranks())
     replaced = ", which is replaced" if target.path.exists() else ""
     return Preview(
         reads=(model_place(source, checkpoint), *file_places(vars(texts))),
@@ -146,53 +154,21 @@ def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
     )
 
 
-def calibration_destination(
-    path: Path,
-    option: str,
-    elsewhere: str,
-    source: Source,
-    checkpoint: Checkpoint,
-    options: Calibrate,
-    texts: CalibrationTexts,
-    outputs: Sequence[Path] = (),
-) -> Destination:
-    """Describe the file of a calibration, which replaces no other file than an older calibration of the same model.
+def calibration_path(source: Source, output: Path) -> Path:
+    """Return the path of the calibration file that a run of compress() makes: NAME.calibration.safetensors.
 
     Args:
-        path: path of the file.
-        option: the command-line option that names it, such as "-o"; "" if none does.
-        elsewhere: hint that says how to choose another path.
-        source: where the model comes from.
-        checkpoint: the model's config, files and headers.
-        options: options of the calibration; with `overwrite`, calibrations of other models are replaced too.
-        texts: options that say which texts; their files are not overwritten.
-        outputs: other paths that the run writes; `path` may neither be one, nor lie in one, nor contain one.
-
-    Returns:
-        The destination; nothing is checked or written yet.
+        source: where the model comes from, which gives NAME.
+        output: the output directory, beside which the file lies.
     """
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
-    kind = calibrations(None if options.overwrite else fingerprint.matches)
-    taken = taken_by([model_folder(options.model)], files_read(vars(texts)), outputs)
-    return Destination(path, option, kind, taken, elsewhere=elsewhere)
+    return output.parent / f"{source.name}{SUFFIX}"
 
 
-def find_calibration(
-    source: Source,
-    checkpoint: Checkpoint,
-    target: Destination,
-    options: Calibrate,
-    texts: CalibrationTexts,
-    ranks: Ranks,
-    reporter: Reporter,
-) -> Calibration:
+def find_calibration(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
     """Calibrate a model in a run of compress(), or read the file of an earlier run with the same texts.
 
     Args:
-        source: where the model comes from.
-        checkpoint: the model's config, files and headers.
-        target: the calibration file.
-        options: options of the calibration; `overwrite` replaces a file of another model or with other texts.
+        prepared: options of the run, source checkpoint, plan and output directory.
         texts: options that say which texts, how many and how long.
         ranks: the processes of this run, all of which call this together.
         reporter: receives notes and progress.
@@ -207,13 +183,19 @@ def find_calibration(
         OutputError: the file or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    path = target.path
-    replace(target, kind=calibrations()).require()
+    run = prepared.run
+    source = prepared.source
+    checkpoint = prepared.checkpoint
+    path = calibration_path(source, prepared.target)
+    taken = taken_by([model_folder(run.model)], files_read(vars(texts)), [prepared.target])
+    target = Destination(path, "", calibrations(), taken, elsewhere="name another output with -o")
+    target.require()
+
     corpus = read_texts(source, checkpoint, texts, ranks)
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     calibration = None
-    if path.exists() and path.stat().st_size and not options.overwrite:
+    if path.exists() and path.stat().st_size and not run.overwrite:
         calibration = read_calibration(path)
-        fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
         same_texts = calibration.texts.get("sha256") == corpus.sha256
         if not same_texts or not fingerprint.matches(calibration.model, calibration.stamp):
             raise UsageError(
@@ -226,16 +208,10 @@ def find_calibration(
     if calibration is not None:
         return calibration
 
-    _run(
-        source,
-        checkpoint,
-        corpus,
-        target,
-        options,
-        ranks,
-        lambda description: reporter.on_note(f"{description}; kept in {path}"),
-        reporter.on_progress,
+    options = Calibrate(
+        run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
     )
+    _run(_Inputs(source, checkpoint, fingerprint, corpus, target), options, ranks, reporter, f"; kept in {path}")
     ranks.agree(None)
     return read_calibration(path)
 
@@ -265,25 +241,15 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
     return corpus
 
 
-def _run(
-    source: Source,
-    checkpoint: Checkpoint,
-    corpus: Corpus,
-    target: Destination,
-    options: Calibrate,
-    ranks: Ranks,
-    begun: Callable[[str], None] | None,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    """Run texts through a model; the first rank writes the statistics of all ranks."""
+def _run(inputs: _Inputs, options: Calibrate, ranks: Ranks, reporter: Reporter, where: str = "") -> None:
+    """Run texts through a model; the first rank writes the statistics of all ranks. `where` ends the first line."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
-    from ..streaming.offload import require_disk
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
+    source, checkpoint, fingerprint, corpus, target = inputs
     path = target.path
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     about = {
         "weights": fingerprint.stamp,
         "texts": corpus.sha256,
@@ -291,27 +257,22 @@ def _run(
         "versions of libraries": f"openquant {__version__}, transformers {version('transformers')}",
     }
     pass_checkpoint = PassCheckpoint(part_path(path, ranks), about)
-    if begun is not None:
-        begun(_describe(corpus.described, corpus, pass_checkpoint))
+    reporter.on_note(_describe(corpus.described, corpus, pass_checkpoint) + where)
 
-    directory = path.absolute().parent
-    if options.scratch is not None:
-        directory = Path(options.scratch)
-    elif options.stream and source.remote:
-        require_disk(directory, "shards")
+    directory = path.absolute().parent if options.scratch is None else Path(options.scratch)
     free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
     documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
     model = StreamedModel(checkpoint, device=options.device)
     hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
     budget = BUDGET if free is None else free
-    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    place = Scratch(directory, budget, options.stream, ranks.local_size)
     with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
-        inputs, kv_absmax = observe_inputs(
+        statistics, kv_absmax = observe_inputs(
             model,
             corpus,
             scratch=scratch,
-            ranks=ranks if ranks.size > 1 else None,
-            progress=checked_progress(ranks, progress),
+            ranks=ranks,
+            progress=checked_progress(ranks, reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
         # Shards that no text went through are read now.
@@ -319,7 +280,7 @@ def _run(
 
     require_same(ranks, digest)
     if ranks.first:
-        target.write(Calibration(inputs, digest, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
+        target.write(Calibration(statistics, digest, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.
     ranks.agree(None)
     pass_checkpoint.remove()
@@ -429,9 +390,4 @@ def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
     Returns:
         The store in the directory `OUTPUT.rounded`, with one file for each decoder layer; nothing is read yet.
     """
-    return LayerStore(rounded_layers_path(target), digest)
-
-
-def rounded_layers_path(target: Path) -> Path:
-    """Return the directory of rounded layers for `target`, the output directory: `OUTPUT.rounded` beside it."""
-    return target.with_name(f"{target.name}.rounded")
+    return LayerStore(target.with_name(f"{target.name}.rounded"), digest)

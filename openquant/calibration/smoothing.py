@@ -15,7 +15,7 @@ balance_layers and w the columns that read the channel (Xiao et al., SmoothQuant
 Scales are powers of two, so that norms, biases and routers in bfloat16 change exactly. Where a model adds one to a
 norm's weight, the rounded norm is not divided exactly; the columns are then multiplied by what it was divided by.
 
-    scale = smoothquant_scale(mapping, plan, reader, calibration, 0.5)     # float32 [channels], or why there is none
+    scale = smoothquant_scale(mapping, reader, plan, calibration, 0.5)     # float32 [channels], or why there is none
     parts = [apply_smoothing(mapping, scale, plan, reader)]
     transforms = combine_transforms(parts, plan)       # for PlanOptions(transforms=..)
 
@@ -27,7 +27,7 @@ weights, as in AutoAWQ (quantize/quantizer.py:399-408). Of twenty exponents the 
 chosen. Scales are powers of two here, which costs nothing on twins of examples/tiny-qwen3 with outliers of 11.3 and 16
 times.
 
-    scale = awq_scale(mapping, plan, reader, calibration)     # float32 [channels], or why there is none
+    scale = awq_scale(mapping, reader, plan, calibration)     # float32 [channels], or why there is none
 """
 
 from __future__ import annotations
@@ -473,14 +473,14 @@ class _BalanceLayer(NamedTuple):
 
 
 def smoothquant_scale(
-    mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration: Calibration, exponent: float
+    mapping: SmoothingMapping, reader: Reader, plan: Plan, calibration: Calibration, exponent: float
 ) -> Floats | str:
     """Choose SmoothQuant's scale for a mapping.
 
     Args:
         mapping: one of `usable_mappings(plan)`.
-        plan: what becomes of each tensor, without smoothing.
         reader: reads weights and tensors of the source checkpoint.
+        plan: what becomes of each tensor, without smoothing.
         calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
         exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
 
@@ -600,13 +600,13 @@ class SampledRows:
         return sums * self.share
 
 
-def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration: Calibration) -> Floats | str:
+def awq_scale(mapping: SmoothingMapping, reader: Reader, plan: Plan, calibration: Calibration) -> Floats | str:
     """Choose AWQ's scale for a mapping.
 
     Args:
         mapping: one of `usable_mappings(plan)`.
-        plan: what becomes of each tensor, without smoothing.
         reader: reads weights and tensors of the source checkpoint.
+        plan: what becomes of each tensor, without smoothing.
         calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
 
     Returns:

@@ -168,7 +168,6 @@ class _File:
         first_line_start = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
 
         if number and not first_line_start:
-            self._check_line_length(start)
             return []
 
         at = max(0, start - 1) + first_line_start
@@ -190,45 +189,36 @@ class _File:
 
         return texts
 
-    def _check_line_length(self, end: int) -> None:
-        """Refuse the line that contains the byte before `end` if it is too long."""
-        begin = end
-        while begin and end - begin <= MAX_LINE:
-            data = self._bytes(max(0, begin - BLOCK), begin)
-            if not data or b"\n" in data:
-                return
-            begin -= len(data)
-        if end - begin > MAX_LINE:
-            # The line's number would take reading the whole file.
-            raise SourceError(
-                f"{self.path} has a line longer than {MAX_LINE:,} bytes, at byte {end:,}", "is it JSON lines?"
-            )
-
 
 def _parse_line(line: bytes, where: FileLine) -> LocatedText:
     try:
-        return LocatedText(parse_row(parse_json(line, "")), where)
+        row = parse_json(line, "")
     except SourceError as error:
         raise SourceError(f"{where}{error.message}", error.hint) from None
+    return LocatedText(parse_row(row, where), where)
 
 
-def parse_row(row: object) -> TextOrChat:
+def parse_row(row: object, where: object) -> TextOrChat:
     """Return the text or the messages of a line of JSON or a row of a dataset.
 
+    Args:
+        row: the row.
+        where: its place, whose `str()` is used in messages.
+
     Raises:
-        SourceError: it has neither, or messages of another form. The caller must put the place before the message,
-            which begins with a space.
+        SourceError: it has neither, or messages of another form.
     """
     if not isinstance(row, dict):
-        raise SourceError(f" is {short_repr(row)}, not an object", _ROWS)
+        raise SourceError(f"{where} is {short_repr(row)}, not an object", _ROWS)
     text, messages = row.get("text"), row.get("messages")
     if isinstance(text, str):
         return text
     if messages is None:
-        raise SourceError(f" has neither `text` nor `messages`, only {short_repr(', '.join(map(str, row)))}", _ROWS)
+        columns = short_repr(", ".join(map(str, row)))
+        raise SourceError(f"{where} has neither `text` nor `messages`, only {columns}", _ROWS)
     problem = chat_problem(messages)
     if problem:
-        raise SourceError(f" has `messages` that {problem}", _ROWS)
+        raise SourceError(f"{where} has `messages` that {problem}", _ROWS)
     return list(messages)
 
 
@@ -297,11 +287,8 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
     blocks: list[list[LocatedText]] = [[]]
     size = 0
     for number, row in enumerate(rows):
-        try:
-            located = LocatedText(parse_row(row), f"{where} row {number}")
-        except SourceError as error:
-            raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
-
+        place = f"{where} row {number}"
+        located = LocatedText(parse_row(row, place), place)
         if size >= BLOCK:
             if len(blocks) == count:
                 break

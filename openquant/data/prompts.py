@@ -1,4 +1,4 @@
-"""Reads the prompts that source and output continue side by side: those of a file, or twelve built-in ones.
+"""Reads the prompts that source and output continue side by side: those of a file, or four built-in ones.
 
 A model with a chat template gets a prompt as a message of the user, any other model as the beginning of a text:
 
@@ -27,7 +27,7 @@ MAX_TOKENS = 16_384
 _MAX_FILE = 4 << 20
 _LINES = "give a prompt in each line: text, or JSON with `prompt`, `messages` or `text` in a file .jsonl"
 
-# A user's message, and the beginning of a text for the same: code, facts, reasoning, languages, prose.
+# A user's message, and the beginning of a text for the same.
 BUILT_IN = (
     (
         "Write a Python function that returns the n-th Fibonacci number.",
@@ -45,23 +45,6 @@ BUILT_IN = (
         "Write a SQL query for the three customers with the most orders.",
         "-- The three customers with the most orders.\nSELECT customer_id,",
     ),
-    ("What is the capital of Australia, and since when?", "The capital of Australia is"),
-    ("Why is the sky blue? Answer in two sentences.", "The sky is blue because"),
-    ("Name the planets of the solar system in their order.", "The planets of the solar system, in their order, are"),
-    (
-        "Translate into German: The train was late, so we took a taxi.",
-        "English: The train was late, so we took a taxi.\nGerman:",
-    ),
-    ("Translate into Chinese: Good morning, how are you?", "English: Good morning, how are you?\nChinese:"),
-    (
-        "A train leaves at 14:10 and arrives at 17:45. How long does it take? Think step by step.",
-        "Question: A train leaves at 14:10 and arrives at 17:45. How long does it take?\nAnswer: Step by step:",
-    ),
-    (
-        "Anna is older than Ben, and Ben is older than Carl. Who is the youngest?",
-        "Question: Anna is older than Ben, and Ben is older than Carl. Who is the youngest?\nAnswer:",
-    ),
-    ("Tell the beginning of a story about a lighthouse keeper.", "Once upon a time a lighthouse keeper"),
 )
 
 

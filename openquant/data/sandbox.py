@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -29,27 +28,9 @@ TODAY = date(2026, 1, 1)
 Message = Mapping[str, Any]
 
 
-class _EndlessError(Exception):
-    """The subprocess reached its time limit and was ended."""
-
-
-class _FailedError(Exception):
-    """The subprocess ended without an answer; the message has its exit code and last line of stderr."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of rendering.
-
-    Attributes:
-        cpu: CPU seconds for all conversations; one more is added for each hundred of them.
-        memory: bytes of memory beyond those of Python and transformers.
-        characters: characters of all rendered texts together.
-    """
-
-    cpu: int = 10
-    memory: int = 512 << 20
-    characters: int = 64 << 20
+# Most seconds for all conversations, to which one is added for each hundred of them; and most bytes of memory beyond
+# those of Python and transformers.
+SECONDS, MEMORY = 30, 512 << 20
 
 
 def render(
@@ -58,7 +39,6 @@ def render(
     names: Sequence[object],
     variables: Mapping[str, str] | None = None,
     answered: bool = False,
-    bounds: Bounds = Bounds(),
 ) -> list[str]:
     """Render conversations with a chat template, as transformers' `apply_chat_template` does.
 
@@ -68,7 +48,6 @@ def render(
         names: name of each conversation in error messages, such as "prompts.jsonl line 3"; `str()` is taken of it.
         variables: further variables of the template: special tokens, such as {"bos_token": "<s>"}.
         answered: whether the conversations are complete. If not, the template's generation prompt is added.
-        bounds: limits of time, memory and size.
 
     Returns:
         The text of each conversation; [] for none.
@@ -79,29 +58,15 @@ def render(
     if not conversations:
         return []
 
-    cpu = bounds.cpu + len(conversations) // 100
+    seconds = SECONDS + len(conversations) // 100
     task = {
         "template": template,
         "conversations": [[_without_nulls(message) for message in messages] for messages in conversations],
         "variables": {**(variables or {}), "add_generation_prompt": not answered},
-        "cpu": cpu,
-        "memory": bounds.memory,
-        "characters": bounds.characters,
+        "seconds": seconds,
     }
 
-    try:
-        answer = _run(task, cpu)
-    except _EndlessError:
-        raise SourceError(
-            f"the model's chat template did not end within {cpu} seconds of processor time",
-            "it may never end; give texts without messages, or a model whose template works",
-        ) from None
-    except _FailedError as error:
-        raise SourceError(
-            f"the chat template could not be rendered: {short_repr(str(error))}",
-            "give texts without messages, or a model whose template works",
-        ) from None
-
+    answer = _run(task)
     if "problem" in answer:
         where = f" for {names[answer['at']]}" if "at" in answer else ""
         raise SourceError(
@@ -117,45 +82,39 @@ def _without_nulls(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _run(task: Mapping[str, Any], cpu: int) -> Any:
+def _run(task: Mapping[str, Any]) -> Any:
     """Render in a subprocess.
 
     Args:
         task: the argument of `_render`, as JSON.
-        cpu: CPU seconds that it limits itself to.
 
     Returns:
         Its result, as JSON.
-
-    Raises:
-        _EndlessError: the system ended the process.
-        _FailedError: the process gave no answer.
     """
     # Python would import from the current directory, so the subprocess gets this process's path.
     script = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve; serve()"
     # More threads would only reserve memory.
     single_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
-    try:
-        process = subprocess.run(
-            [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
-            input=json.dumps(task).encode(),
-            capture_output=True,
-            env={**os.environ, **single_thread, "HF_HUB_OFFLINE": "1"},
-            timeout=60 + 4 * cpu,
+    process = subprocess.run(
+        [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
+        input=json.dumps(task).encode(),
+        capture_output=True,
+        env={**os.environ, **single_thread, "HF_HUB_OFFLINE": "1"},
+    )
+    if process.returncode == -signal.SIGALRM:
+        raise SourceError(
+            f"the model's chat template did not end within {task['seconds']} seconds",
+            "it may never end; give texts without messages, or a model whose template works",
         )
-    except subprocess.TimeoutExpired:
-        raise _EndlessError from None
-
-    # The kernel sends SIGXCPU at the CPU limit, and SIGKILL if the machine runs out of memory.
-    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise _EndlessError
-
     try:
         return json.loads(process.stdout)
     except ValueError:
         last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise _FailedError(f"exit code {process.returncode}, {last_line}") from None
+        raise SourceError(
+            f"the chat template could not be rendered: {short_repr(f'exit code {process.returncode}, {last_line}')}",
+            "give texts without messages, or a model whose template works",
+        ) from None
 
 
 def serve() -> None:
@@ -168,28 +127,16 @@ def serve() -> None:
         json.dump(answer, stream)
 
 
-def _limit(cpu: int, memory: int) -> None:
-    """Limit this process from now on.
-
-    Args:
-        cpu: further CPU seconds.
-        memory: further bytes of memory.
-    """
+def _limit(seconds: int) -> None:
+    """Have the system end this process after so many seconds, and limit it to MEMORY further bytes."""
     import resource
 
-    def set_limit(kind: int, limit: int) -> None:
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # Some systems have the limit but refuse to set it.
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(kind, (limit, limit))
-
-    set_limit(resource.RLIMIT_CORE, 0)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu)
-    with contextlib.suppress(OSError):
+    signal.alarm(seconds)
+    # Some systems have the limit but refuse to set it; others have a lower one.
+    with contextlib.suppress(ValueError, OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _render(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,9 +149,8 @@ def _render(task: Mapping[str, Any]) -> dict[str, Any]:
             return cls(TODAY.year, TODAY.month, TODAY.day, tzinfo=tz)
 
     vars(chat_template_utils)["datetime"] = Today
-    _limit(task["cpu"], task["memory"])
+    _limit(task["seconds"])
     rendered: list[str] = []
-    characters = 0
     for number, messages in enumerate(task["conversations"]):
         try:
             result: Any = chat_template_utils.render_jinja_template(
@@ -214,9 +160,5 @@ def _render(task: Mapping[str, Any]) -> dict[str, Any]:
             return {"problem": "it takes more memory than it may", "at": number}
         except Exception as error:
             return {"problem": f"{error}"[:1000] or type(error).__name__, "at": number}
-        text = result[0][0]
-        characters += len(text)
-        if characters > task["characters"]:
-            return {"problem": f"it makes more than {task['characters']:,} characters", "at": number}
-        rendered.append(text)
+        rendered.append(result[0][0])
     return {"rendered": rendered}

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +26,7 @@ from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, Scales, choose_scal
 from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import SCHEMES, Scheme
 from ..plan.plan import Plan
-from ..streaming.session import ShardProvider
-from ..threads import in_threads
+from ..streaming.session import ShardProvider, Stopped, work_as_shards_arrive
 from ..weights.quant_error import relative_error, row_energies
 from ..weights.reading import DAMAGED_WEIGHTS, Reader
 from ..weights.weight import Weight
@@ -137,10 +135,6 @@ def _tasks(plan: Plan) -> list[tuple[str, Task]]:
     return [(shard, task) for shard, tasks in by_shard.items() for task in tasks]
 
 
-class _Stopped(Exception):
-    """Raised in a worker to end it, after another failed or the user interrupted."""
-
-
 class _DiagnosisRun:
     """One call of `diagnose_layers`: the tasks still to do, and what was measured so far."""
 
@@ -151,67 +145,35 @@ class _DiagnosisRun:
         self.progress = progress
 
         self.lock = threading.Lock()
-        # A second lock, since a worker may wait long for its next task.
-        self.task_lock = threading.Lock()
         self.stopped = threading.Event()
-
-        tasks = _tasks(plan)
-        self.tasks_left = Counter(shard for shard, _ in tasks)
-        self.count = len(tasks)
-        self.tasks = self._available(tasks)
-
+        self.tasks = _tasks(plan)
         self.loops = loops(worth_compiling(plan))
         self.done = 0
 
         # With all rows the weights are read twice: scales must be known before errors are measured.
-        layers = [weight for _, task in tasks if not isinstance(task, TensorInfo) for weight in task]
+        layers = [weight for _, task in self.tasks if not isinstance(task, TensorInfo) for weight in task]
         self.total = sum(weight.nbytes for weight in layers) * (2 if full else 1)
-        self.total += sum(task.nbytes for _, task in tasks if isinstance(task, TensorInfo))
+        self.total += sum(task.nbytes for _, task in self.tasks if isinstance(task, TensorInfo))
 
         self.diagnoses: dict[str, LayerDiagnosis] = {}
         self.not_finite: dict[str, NonFinite] = {}
 
-    def _available(self, tasks: Sequence[tuple[str, Task]]) -> Iterator[tuple[str, Task]]:
-        """The tasks, each once its shard is there."""
-        last = None
-        for shard, task in tasks:
-            if shard != last:
-                self.provider.wait_for(shard, self.stopped.is_set)
-                last = shard
-            if self.stopped.is_set():
-                return
-            yield shard, task
-
     def run(self, workers: int) -> MeasuredCheckpoint:
-        in_threads(self._work, min(workers, self.count), self.stopped)
+        work_as_shards_arrive(self.tasks, self.provider, self._begin, workers, self.stopped)
         layers = tuple(self.diagnoses[module] for module in self.plan.layers if module in self.diagnoses)
         return MeasuredCheckpoint(layers, dict(sorted(self.not_finite.items())))
 
-    def _work(self) -> None:
-        reader = Reader(self.plan.decoded.where, self.provider.path)
-        while True:
-            with self.task_lock:
-                next_task = next(self.tasks, None)
-            if next_task is None:
-                return
+    def _begin(self) -> Callable[[Task], None]:
+        return partial(self._measure, Reader(self.plan.decoded.where, self.provider.path))
 
-            shard, task = next_task
-            try:
-                layers = []
-                if isinstance(task, TensorInfo):
-                    self._check_finite(task, reader)
-                else:
-                    layers = _FusedLayers(self, reader, task).measure()
-            except _Stopped:
-                return
+    def _measure(self, reader: Reader, task: Task) -> None:
+        if isinstance(task, TensorInfo):
+            self._check_finite(task, reader)
+            return
 
-            with self.lock:
-                self.diagnoses |= {layer.module: layer for layer in layers}
-                self.tasks_left[shard] -= 1
-                shard_done = not self.tasks_left[shard]
-
-            if shard_done:
-                self.provider.release(shard)
+        layers = _FusedLayers(self, reader, task).measure()
+        with self.lock:
+            self.diagnoses |= {layer.module: layer for layer in layers}
 
     def _check_finite(self, info: TensorInfo, reader: Reader) -> None:
         """Count NaN and infinities in a tensor that stays unquantized."""
@@ -231,7 +193,7 @@ class _DiagnosisRun:
     def advance(self, nbytes: int) -> None:
         """Add bytes that were read, and report all so far."""
         if self.stopped.is_set():
-            raise _Stopped
+            raise Stopped
         with self.lock:
             self.done += nbytes
             if self.progress is not None:
@@ -282,7 +244,8 @@ class _FusedLayers:
             if (shared_absmax if scheme.format.shares_scale else ranges.absmax).item() <= scheme.largest
         }
 
-        sums = RowSums()
+        count = 0
+        energy = 0.0
         losses = {name: SchemeLoss() for name in usable}
 
         # Source codes that a scheme keeps lose nothing. Schemes that store weights in the same way share one loss.
@@ -295,12 +258,19 @@ class _FusedLayers:
         for rows in self._all_rows(weight) if self.run.full else _sampled_rows(ranges, samples):
             values = to_float32(rows.bits, weight.dtype)
             energies = row_energies(values)
-            sums.add(rows, energies)
+            count += len(energies)
+            energy += rows.estimate_sum(energies)
             for name in encoded.values():
                 scales = ranges.scales(usable[name], rows, shared_absmax)
                 losses[name].add(usable[name], rows, values, energies, *scales)
 
-        return layer_diagnosis(weight, sums, losses)
+        return LayerDiagnosis(
+            module=weight.module,
+            shape=weight.shape,
+            rows=count,
+            errors=_by_scheme({name: relative_error(energy, loss.noise) for name, loss in losses.items()}),
+            row_errors=_by_scheme({name: math.sqrt(loss.row_noise / weight.shape[0]) for name, loss in losses.items()}),
+        )
 
     def _all_rows(self, weight: Weight) -> Iterator[RowSample]:
         """All rows of a layer, about CHUNK weights at a time."""
@@ -496,44 +466,6 @@ class SchemeLoss:
         self.noise += rows.estimate_sum(noise)
         # A row of zeros has no noise.
         self.row_noise += rows.estimate_sum(noise / np.where(energies > 0, energies, 1))
-
-
-class RowSums:
-    """Sums over a layer's rows before quantization, estimated from sampled rows.
-
-    Attributes:
-        rows: number of sampled rows.
-        energy: sum of squares of all weights.
-    """
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.energy = 0.0
-
-    def add(self, rows: RowSample, energies: Energies) -> None:
-        """Add some rows, with the sums of squares of each, float64 [n]."""
-        self.rows += len(energies)
-        self.energy += rows.estimate_sum(energies)
-
-
-def layer_diagnosis(weight: Weight, sums: RowSums, losses: Mapping[str, SchemeLoss]) -> LayerDiagnosis:
-    """Make the diagnosis of a layer from its sums.
-
-    Args:
-        weight: the layer's weight.
-        sums: sums over its rows before quantization.
-        losses: for each scheme that can store the layer, by the scheme's name ("nvfp4"): sums of squares of errors.
-
-    Returns:
-        The relative errors in each scheme, None in those that `losses` lacks.
-    """
-    return LayerDiagnosis(
-        module=weight.module,
-        shape=weight.shape,
-        rows=sums.rows,
-        errors=_by_scheme({name: relative_error(sums.energy, loss.noise) for name, loss in losses.items()}),
-        row_errors=_by_scheme({name: math.sqrt(loss.row_noise / weight.shape[0]) for name, loss in losses.items()}),
-    )
 
 
 @cache

@@ -8,8 +8,8 @@ generate             greedy continuations of prompts by source and output, and w
 task_passes          multiple-choice questions as token ids, run among the texts; what eval.json has of tasks:
                      accuracies, intervals, paired tests
 verdict              how weights differ from the source's, and the layers that stand out
-results, types       eval.json, the types of its keys, and the verdict in a word; what is measured so far, of several
-                     ranks or for a run that continues an interrupted one; the checkpoints that are compared
+results, types       eval.json, and the verdict in a word; what is measured so far, of several ranks or for a run that
+                     continues an interrupted one; the checkpoints that are compared
 
 evaluation = evaluate("Qwen3-8B-FP8", "Qwen/Qwen3-8B")
 evaluation.outputs[0]["kl"]["mean"]      # 0.0031

@@ -15,7 +15,7 @@ dequantized to the model's dtype, and the forward pass computes with the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -180,9 +180,7 @@ class ServedModel:
             kind = type(modules[next(iter(stacks.keys() - hooked.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
 
-        return layers, {
-            owner: ExpertWeights(_first_of(parts, FIRST), _first_of(parts, DOWN)) for owner, parts in hooked.items()
-        }
+        return layers, inputs_of_experts(hooked)
 
     def _static_scale(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
         """Read the static activation scale of a module: the largest of the named tensors, or its inverse."""
@@ -207,8 +205,19 @@ class ServedModel:
         return scale
 
 
-def _first_of(inputs: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
-    return next((inputs[name] for name in names if name in inputs), None)
+def inputs_of_experts(
+    stacks: Mapping[str, Mapping[str, QuantizedInputs]],
+) -> dict[str, ExpertWeights[QuantizedInputs]]:
+    """Return how inputs of stacked experts are rounded at their two hook points, by module name.
+
+    Args:
+        stacks: by module name, how the inputs of each of its parameters are quantized, by the parameter's name.
+    """
+
+    def first_of(inputs: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
+        return next((inputs[name] for name in names if name in inputs), None)
+
+    return {owner: ExpertWeights(first_of(parts, FIRST), first_of(parts, DOWN)) for owner, parts in stacks.items()}
 
 
 def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
@@ -288,11 +297,37 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
     return rounded[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
 
 
-class ClippedCount:
+class ShareCount:
+    """Counts the part of a whole at each of several places. Counts of several processes add up.
+
+    Attributes:
+        counts: part and whole by place.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, tuple[int, int]] = {}
+
+    def count(self, place: Any, part: int, whole: int) -> None:
+        """Add to the counts of a place."""
+        before = self.counts.get(place, (0, 0))
+        self.counts[place] = before[0] + part, before[1] + whole
+
+    def merge(self, counts: Mapping[Any, tuple[int, int]]) -> None:
+        """Add the `counts` of another process."""
+        for place, (part, whole) in counts.items():
+            self.count(place, part, whole)
+
+    def largest(self, is_counted: Callable[[Any], bool]) -> float | None:
+        """Return the largest share of any place that `is_counted` selects; None if there is none."""
+        shares = (part / whole for place, (part, whole) in self.counts.items() if whole and is_counted(place))
+        return max(shares, default=None)
+
+
+class ClippedCount(ShareCount):
     """Counts values that a static scale clips, by place: a module's name, or a layer's number for its KV cache."""
 
     def __init__(self) -> None:
-        self._counts: dict[str | int, list[int]] = {}
+        super().__init__()
         self._is_paused = False
 
     @contextmanager
@@ -313,30 +348,7 @@ class ClippedCount:
             limit: largest absolute value that is not clipped.
         """
         if not self._is_paused:
-            self._add(place, int((values.abs() > limit).sum()), values.numel())
-
-    def clear(self) -> None:
-        """Reset all counts to zero."""
-        self._counts.clear()
-
-    def _add(self, place: str | int, clipped: int, total: int) -> None:
-        counts = self._counts.setdefault(place, [0, 0])
-        counts[0] += clipped
-        counts[1] += total
-
-    def counts(self) -> list[list[Any]]:
-        """Return rows for `add_counts` of another process: place, clipped values, all values."""
-        return [[place, *counts] for place, counts in self._counts.items()]
-
-    def add_counts(self, counts: Iterable[list[Any]]) -> None:
-        """Add the rows that `counts` of another process returned."""
-        for row in counts:
-            self._add(*row)
-
-    def share(self, places: Callable[[str | int], bool]) -> float:
-        """Return the largest share of clipped values in any place that `places` selects; 0 if there is none."""
-        shares = (clipped / total for place, (clipped, total) in self._counts.items() if total and places(place))
-        return max(shares, default=0.0)
+            self.count(place, int((values.abs() > limit).sum()), values.numel())
 
 
 class ActivationRounding(ModuleHooks[QuantizedInputs]):

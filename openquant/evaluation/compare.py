@@ -16,7 +16,7 @@ and is rounded stochastically: one value in eight moves a step up, one a step do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -40,22 +40,19 @@ from ..streaming.model import (
     threads_for,
 )
 from ..streaming.offload import OffloadFile
-from ..streaming.pass_checkpoint import PassCheckpoint
+from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
 from .as_served import ServedModel, logits
 from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
-from .kl import ModelNames, compare_logits
+from .kl import compare_logits
 from .results import (
     Evaluation,
     EvaluationSettings,
-    EvaluationState,
     Measurements,
     ModelUnderTest,
     OutputUnderTest,
     make_evaluation,
-    pack_records,
     require_one_model,
-    unpack_records,
 )
 from .task_passes import TaskPasses, evaluate_tasks
 from .types import counted_questions
@@ -189,7 +186,7 @@ class _Comparison:
     @property
     def answers_prompts(self) -> bool:
         """Whether this process has the models answer prompts; of several only the first does."""
-        return bool(self.prompts) and (self.settings.ranks is None or self.settings.ranks.rank == 0)
+        return bool(self.prompts) and self.settings.ranks.first
 
     @property
     def passes(self) -> int:
@@ -228,30 +225,40 @@ class _Comparison:
         )
 
         ranks = self.settings.ranks
-        if ranks is None:
-            return self._evaluation()
-
         # The first rank has the figures of all.
-        for data in ranks.gather(pack_records(self.measurements.records, self.measurements.counts())):
-            self.measurements.add(*unpack_records(data, self.corpus.documents))
-        if self.tasks is not None:
-            for data in ranks.gather(self.tasks.scores.to_bytes()):
-                self.tasks.scores.add_bytes(data)
+        for data in ranks.gather(bytes(dump(self._state()))):
+            self._merge(load(data))
 
-        evaluation = self._evaluation() if ranks.rank == 0 else None
+        evaluation = self._evaluation() if ranks.first else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
 
     def _continue_from(self, checkpoint: PassCheckpoint) -> None:
         """Have the checkpoint save what is measured, and take what an earlier run saved."""
-        generators = list(self.generators.values())
-        state = EvaluationState(self.measurements, self.compared, generators)
-        checkpoint.extra = state.to_bytes
+        noise = list(self.generators.values())
+        checkpoint.extra = lambda: {
+            **self._state(),
+            "compared": list(self.compared),
+            "noise": [generator.get_state() for generator in noise],
+        }
         if checkpoint.saved is None:
             return
 
-        with checkpoint.continuing():
-            state.add_bytes(checkpoint.saved, checkpoint.done)
+        self._merge(checkpoint.saved)
+        self.compared.update(checkpoint.saved["compared"])
+        for generator, state in zip(noise, checkpoint.saved["noise"], strict=True):
+            generator.set_state(state)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this process has measured, for `_merge`."""
+        scores = None if self.tasks is None else self.tasks.scores.state()
+        return {"measured": self.measurements.state(), "scores": scores}
+
+    def _merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another process, or an interrupted one, has measured."""
+        self.measurements.merge(state["measured"])
+        if self.tasks is not None:
+            self.tasks.scores.merge(state["scores"])
 
     def _evaluation(self) -> Evaluation:
         """Make the results of what is measured."""
@@ -287,16 +294,13 @@ class _Comparison:
             return [[] for _ in self.outputs]
         if self.prompts:
             served = [output.served for output in self.outputs]
-            return compare_answers(self.model, served, tokenizer, self.prompts, self._report_answer)
+            answered = partial(self.progress.more_done, TOKENS)
+            return compare_answers(self.model, served, tokenizer, self.prompts, answered)
         ids = self.corpus.documents[0].ids
         return [
             [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
             for output in self.outputs
         ]
-
-    def _report_answer(self, model: int, prompt: int) -> None:
-        del model, prompt
-        self.progress.more_done(TOKENS)
 
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
         """Return all passes of a document, by number."""
@@ -382,7 +386,7 @@ class _Comparison:
         assert self.source_logits is not None
         document = self.corpus.documents[index]
         output = next((output for output in self.outputs if output.first <= number <= output.last), None)
-        names = ModelNames(self.source.name, output.subject.name if output else f"{self.source.name} with noise")
+        names = self.source.name, output.subject.name if output else f"{self.source.name} with noise"
         ids = torch.tensor(document.ids)
         record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
         self.measurements.records.setdefault(number, {})[index] = record

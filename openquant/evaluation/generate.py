@@ -75,7 +75,7 @@ def continue_prompts(
     tokens: int = TOKENS,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     cache: Callable[[], Any] = lambda: None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[tuple[int, ...]]:
     """Continue each prompt greedily. All weights of the model are loaded meanwhile.
 
@@ -88,7 +88,7 @@ def continue_prompts(
         tokens: most tokens of an answer.
         around: makes the context in which the model runs, such as `ServedModel.round_inputs`, which rounds activations.
         cache: makes the KV cache of a prompt; if it returns None, transformers makes its own.
-        progress: called with the number of prompts that are done.
+        progress: called after each prompt.
 
     Returns:
         The token ids of each prompt's continuation, without the prompt and with the end token if there is one.
@@ -114,7 +114,7 @@ def continue_prompts(
         # generate() would take settings that we leave open from the model's own.
         own_config, model.generation_config = model.generation_config, generation_config()
         try:
-            for number, prompt in enumerate(prompts, 1):
+            for prompt in prompts:
                 ids = torch.tensor([prompt.ids], device=streamed.device)
                 kv_cache = cache()
                 options = {} if kv_cache is None else {transformers_internals.cache_argument(resident): kv_cache}
@@ -123,8 +123,7 @@ def continue_prompts(
                         ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
                     )
                 continuations.append(tuple(generated[0, len(prompt.ids) :].tolist()))
-                if progress is not None:
-                    progress(number)
+                progress()
         finally:
             model.generation_config = own_config
 
@@ -246,7 +245,7 @@ def compare_answers(
     outputs: Sequence[ServedModel],
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[list[dict[str, Any]]]:
     """Have the source and then each output answer prompts greedily.
 
@@ -255,7 +254,7 @@ def compare_answers(
         outputs: the outputs as engines serve them: with rounded activations and KV cache.
         tokenizer: the source's tokenizer.
         prompts: the prompts, each with its text and its token ids.
-        progress: called with the number of the model, 0 for the source, and the number of prompts that it has answered.
+        progress: called after each prompt of each model.
 
     Returns:
         For each output a list with a dictionary for each prompt, as eval.json has them in `texts`: `prompt`, `source`
@@ -266,15 +265,10 @@ def compare_answers(
     """
     ends = end_tokens(source.checkpoint.root, source.checkpoint.config)
 
-    def report_answers(model: int) -> Callable[[int], None] | None:
-        return None if progress is None else partial(progress, model)
-
     around = partial(products_in_float32, source.device)
-    source_answers = continue_prompts(source, prompts, ends, around=around, progress=report_answers(0))
+    source_answers = continue_prompts(source, prompts, ends, around=around, progress=progress)
     output_answers = (
-        continue_prompts(
-            output.model, prompts, ends, around=output.round_inputs, cache=output.cache, progress=report_answers(number)
-        )
-        for number, output in enumerate(outputs, 1)
+        continue_prompts(output.model, prompts, ends, around=output.round_inputs, cache=output.cache, progress=progress)
+        for output in outputs
     )
     return [side_by_side(prompts, source_answers, answers, tokenizer) for answers in output_answers]

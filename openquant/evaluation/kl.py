@@ -66,17 +66,18 @@ class DocumentRecord:
     top1: Flags
     top5: Flags
 
+    def figures(self) -> Figures:
+        """Return all arrays as one, float64 [6, length - 1], for `from_figures`."""
+        return np.stack([self.kl, self.confidence, self.source_nll, self.output_nll, self.top1, self.top5])
 
-@dataclass(frozen=True)
-class ModelNames:
-    """Names of the two models, for error messages."""
-
-    source: str
-    output: str
+    @classmethod
+    def from_figures(cls, domain: str, name: str, figures: Figures) -> DocumentRecord:
+        """Make the record whose `figures()` these are."""
+        return cls(domain, name, *figures[:4], *figures[4:].astype(bool))
 
 
 def compare_logits(
-    source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: ModelNames
+    source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: tuple[str, str]
 ) -> DocumentRecord:
     """Compare two models' logits for one document.
 
@@ -86,7 +87,7 @@ def compare_logits(
         ids: token ids of the document, int64 [length], at least two.
         domain: the file or dataset subset that the document comes from.
         name: name of the document, for messages.
-        models: names of the models, for messages.
+        models: names of source and output, for messages.
 
     Returns:
         KL divergence and negative log-likelihoods in nats, the source's largest probability, and token agreement, at
@@ -97,7 +98,7 @@ def compare_logits(
     """
     if source.shape != output.shape:
         raise SourceError(
-            f"{models.source} has logits for {source.shape[-1]} tokens, {models.output} for {output.shape[-1]}",
+            f"{models[0]} has logits for {source.shape[-1]} tokens, {models[1]} for {output.shape[-1]}",
             "compare models of one vocabulary",
         )
 
@@ -106,8 +107,8 @@ def compare_logits(
     step = max(1, CHUNK // source.shape[-1])
     for start in range(0, len(next_tokens), step):
         rows = slice(start, min(start + step, len(next_tokens)))
-        log_p = log_probabilities(source[rows], start, name, models.source)
-        log_q = log_probabilities(output[rows], start, name, models.output)
+        log_p = log_probabilities(source[rows], start, name, models[0])
+        log_q = log_probabilities(output[rows], start, name, models[1])
         chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
 
     columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]
@@ -193,12 +194,13 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     Returns:
         The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain`,
         `kl_by_document` (all in nats), `top1` and `top5` as shares of 1, `perplexity`, and `rms_dp`, the root mean
-        square of the difference in probability of the next token. `types.OutputEvaluation` has their types.
+        square of the difference in probability of the next token.
     """
     kl = _concatenate(records, lambda record: record.kl)
     confidence = _concatenate(records, lambda record: record.confidence)
     source_nll = _concatenate(records, lambda record: record.source_nll)
     output_nll = _concatenate(records, lambda record: record.output_nll)
+    position = np.concatenate([np.arange(len(record.kl)) for record in records])
     median, p90, p99, p999 = (float(quantile) for quantile in np.quantile(kl, [0.5, 0.9, 0.99, 0.999]))
     nll_interval = bootstrap_interval([(record.output_nll - record.source_nll) for record in records], seed)
 
@@ -213,8 +215,8 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
             "max": float(kl.max()),
             f"share_above_{LARGE_KL}": float((kl > LARGE_KL).mean()),
         },
-        "kl_by_confidence": _kl_by_confidence(kl, confidence),
-        "kl_by_position": _kl_by_position(records, kl),
+        "kl_by_confidence": _kl_in_bins(kl, confidence, CONFIDENCE_EDGES),
+        "kl_by_position": _kl_in_bins(kl, position, _position_edges(int(position.max()) + 1)),
         "kl_by_domain": _kl_by_domain(records, seed),
         "kl_by_document": [mean(record.kl) for record in records],
         "top1": float(_concatenate(records, lambda record: record.top1).mean()),
@@ -229,23 +231,13 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     }
 
 
-def _kl_by_confidence(kl: Figures, confidence: Figures) -> list[dict[str, Any]]:
-    """The mean KL by the source's largest probability; the last bin has its upper edge."""
+def _kl_in_bins(kl: Figures, values: npt.NDArray[Any], edges: Sequence[float]) -> list[dict[str, Any]]:
+    """The mean KL of the positions whose value is in each bin; the last bin has its upper edge."""
     bins = []
-    for low, high in pairwise(CONFIDENCE_EDGES):
-        in_bin = (confidence >= low) & ((confidence < high) | (high == 1))
+    for low, high in pairwise(edges):
+        in_bin = (values >= low) & ((values < high) | (high == edges[-1]))
         of_bin = mean(kl[in_bin]) if in_bin.any() else None
         bins.append({"from": low, "to": high, "positions": int(in_bin.sum()), "kl": of_bin})
-    return bins
-
-
-def _kl_by_position(records: Sequence[DocumentRecord], kl: Figures) -> list[dict[str, Any]]:
-    """The mean KL by the place in the document, in bins that double."""
-    position = np.concatenate([np.arange(len(record.kl)) for record in records])
-    bins = []
-    for low, high in _position_bins(int(position.max()) + 1):
-        in_bin = (position >= low) & (position < high)
-        bins.append({"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])})
     return bins
 
 
@@ -323,9 +315,9 @@ def _concatenate(
     return np.concatenate([pick(record) for record in records])
 
 
-def _position_bins(length: int) -> list[tuple[int, int]]:
-    """Return bins of positions that double: [(0, 16), (16, 32), (32, 64), ...] up to `length`."""
+def _position_edges(length: int) -> list[int]:
+    """Return edges of bins that double: [0, 16, 32, 64, ...] up to `length`."""
     edges = [0, 16]
     while edges[-1] < length:
         edges.append(2 * edges[-1])
-    return [(low, min(high, length)) for low, high in pairwise(edges)]
+    return [*edges[:-1], length]

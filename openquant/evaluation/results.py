@@ -7,12 +7,10 @@ results do not depend on the order of documents or on the number of processes: c
 kept for each document and summed exactly (math.fsum).
 
 What is measured so far is stored in a pass checkpoint, and sent to the first of several processes. A pass checkpoint
-has the layers that all texts are through, and nothing of logits: passes are saved before the output head. Arrays are
-in numpy's format, never pickled, and counts are JSON.
+has the layers that all texts are through, and nothing of logits: passes are saved before the output head.
 
-    state = EvaluationState(measurements, compared, generators)
-    checkpoint.extra = state.to_bytes
-    state.add_bytes(checkpoint.saved, checkpoint.done)
+    checkpoint.extra = measurements.state
+    measurements.merge(checkpoint.saved)
 
 The models under test, and the settings of an evaluation.
 
@@ -21,28 +19,25 @@ source, output = ModelUnderTest("Qwen3-8B", checkpoint), ModelUnderTest("Qwen3-8
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import os
 import platform
-import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import load, save
 from torch import Tensor, nn
 
-from ..data.corpus import Corpus, Document
+from ..data.corpus import Corpus
 from ..data.tokenizer import Tokenizer
+from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
@@ -51,12 +46,11 @@ from ..streaming.hooks import holds_experts
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.session import DocumentRanks
 from ..version import __version__
-from .as_served import ServedModel
+from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .task_passes import TaskRequests
-from .types import CHANGED, ENOUGH_TEXTS, Brief, NamedModel, OutputEvaluation, kl_text, verdict_word
+from .types import CHANGED, ENOUGH_TEXTS, OutputEvaluation, kl_text, verdict_word
 from .verdict import LayerFigures, Suspect, WeightChange, suspects_by_config, suspects_by_layers, suspects_by_weights
 
 # Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
@@ -79,8 +73,8 @@ class Evaluation:
         written: the files that hold the results; none in ranks other than the first.
     """
 
-    source: NamedModel
-    floor: Brief
+    source: dict[str, str]
+    floor: dict[str, Any]
     outputs: list[OutputEvaluation]
     notes: tuple[str, ...] = ()
     written: tuple[Path, ...] = ()
@@ -94,14 +88,17 @@ class HiddenStateDistances:
     """Relative distances of hidden states from the source's, ||h' - h|| / ||h||, averaged over all tokens.
 
     Attributes:
-        layers: names of the decoder layers as keys, in the order in which they run.
+        sums: by layer and pass, the sum over tokens and the number of tokens of each document.
     """
 
     def __init__(self) -> None:
-        self.layers: dict[str, None] = {}
-        self._sums: dict[tuple[str, int], list[float]] = {}
-        self._tokens: dict[tuple[str, int], int] = {}
+        self.sums: dict[tuple[str, int], list[tuple[float, int]]] = {}
         self._source: Tensor | None = None
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the decoder layers, in the order in which they run."""
+        return list(dict.fromkeys(layer for layer, _ in self.sums))
 
     def add(self, layer: str, number: int, hidden: Tensor) -> None:
         """Add the hidden states of one document after a layer.
@@ -118,12 +115,12 @@ class HiddenStateDistances:
         assert self._source is not None
         norms = self._source.norm(dim=-1)
         distances = (states - self._source).norm(dim=-1) / norms.clamp(min=torch.finfo(torch.float32).tiny)
-        self._add(layer, number, [float(distances.double().sum())], len(distances))
+        self.merge({(layer, number): [(float(distances.double().sum()), len(distances))]})
 
-    def _add(self, layer: str, number: int, sums: Iterable[float], tokens: int) -> None:
-        self.layers[layer] = None
-        self._sums.setdefault((layer, number), []).extend(sums)
-        self._tokens[layer, number] = self._tokens.get((layer, number), 0) + tokens
+    def merge(self, sums: Mapping[tuple[str, int], Sequence[tuple[float, int]]]) -> None:
+        """Add the `sums` of another process."""
+        for key, of_documents in sums.items():
+            self.sums.setdefault(key, []).extend(of_documents)
 
     def mean(self, layer: str, number: int) -> float:
         """Return the mean relative distance of all tokens after a layer in a pass.
@@ -135,16 +132,8 @@ class HiddenStateDistances:
         Raises:
             KeyError: no document went through that layer in that pass.
         """
-        return math.fsum(self._sums[layer, number]) / self._tokens[layer, number]
-
-    def counts(self) -> Counts:
-        """Return rows for `add_counts` of another process: layer, pass, list of each document's sum, tokens."""
-        return [[*key, sums, self._tokens[key]] for key, sums in self._sums.items()]
-
-    def add_counts(self, counts: Counts) -> None:
-        """Add the rows that `counts` of another process returned."""
-        for layer, number, sums, tokens in counts:
-            self._add(layer, number, sums, tokens)
+        of_documents = self.sums[layer, number]
+        return math.fsum(total for total, _ in of_documents) / sum(tokens for _, tokens in of_documents)
 
 
 def _expert_choice(
@@ -161,7 +150,7 @@ def _expert_choice(
     return hidden_states.view(module.num_experts, -1, hidden_states.shape[-1]).any(-1).T
 
 
-class RouteCounts:
+class RouteCounts(ShareCount):
     """Counts tokens that are routed to other experts than in the source, by module and pass.
 
     Attributes:
@@ -170,9 +159,9 @@ class RouteCounts:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.pass_number: int | None = None
         self._source: dict[str, Tensor] = {}
-        self._counts: dict[tuple[str, int], list[int]] = {}
 
     def register_hooks(self, model: nn.Module) -> None:
         """Register hooks on all modules of stacked experts of a model."""
@@ -188,14 +177,10 @@ class RouteCounts:
             if self.pass_number == 0:
                 self._source[name] = experts
                 return
-            self._add(name, self.pass_number, int((experts != self._source[name]).any(-1).sum()), len(experts))
+            rerouted = int((experts != self._source[name]).any(-1).sum())
+            self.count((name, self.pass_number), rerouted, len(experts))
 
         return before
-
-    def _add(self, name: str, number: int, rerouted: int, tokens: int) -> None:
-        counts = self._counts.setdefault((name, number), [0, 0])
-        counts[0] += rerouted
-        counts[1] += tokens
 
     def share(self, layer: str, number: int) -> float | None:
         """Return the share of tokens of a pass that a layer routes to other experts than in the source.
@@ -207,21 +192,7 @@ class RouteCounts:
         Returns:
             The largest share in any of its modules of experts, 0 to 1; None if it has none or nothing was counted.
         """
-        shares = [
-            rerouted / total
-            for (name, counted_pass), (rerouted, total) in self._counts.items()
-            if counted_pass == number and name.startswith(f"{layer}.")
-        ]
-        return max(shares, default=None)
-
-    def counts(self) -> Counts:
-        """Return rows for `add_counts` of another process: module, pass, rerouted tokens, all tokens."""
-        return [[*key, *counts] for key, counts in self._counts.items()]
-
-    def add_counts(self, counts: Counts) -> None:
-        """Add the rows that `counts` of another process returned."""
-        for row in counts:
-            self._add(*row)
+        return self.largest(lambda place: place[1] == number and place[0].startswith(f"{layer}."))
 
 
 @dataclass
@@ -248,27 +219,32 @@ class Measurements:
     distances: HiddenStateDistances = field(default_factory=HiddenStateDistances)
     routes: RouteCounts = field(default_factory=RouteCounts)
 
-    def counts(self) -> dict[str, Any]:
-        """Return the counters of this process's documents, as JSON can hold them."""
+    def state(self) -> dict[str, Any]:
+        """Return what is measured so far of this process's documents, for `merge`: tensors and plain values."""
         return {
-            "distances": self.distances.counts(),
-            "routes": self.routes.counts(),
-            "clipped": [output.served.clipped.counts() for output in self.outputs],
+            "records": {
+                number: {document: torch.from_numpy(record.figures()) for document, record in by_document.items()}
+                for number, by_document in self.records.items()
+            },
+            "distances": self.distances.sums,
+            "routes": self.routes.counts,
+            "clipped": [output.served.clipped.counts for output in self.outputs],
+            "changes": [[astuple(change) for change in output.changes] for output in self.outputs],
         }
 
-    def add(self, records: Mapping[int, Mapping[int, DocumentRecord]], counts: Mapping[str, Any]) -> None:
-        """Add the records and counters of another process's documents.
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another process, or an interrupted one, has measured: its `state()`."""
+        for number, by_document in state["records"].items():
+            for at, figures in by_document.items():
+                document = self.corpus.documents[at]
+                record = DocumentRecord.from_figures(document.domain, document.name, figures.numpy())
+                self.records.setdefault(number, {})[at] = record
 
-        Args:
-            records: records by pass number and document number. This process must have some of each of these passes.
-            counts: what the other process's `counts` returned.
-        """
-        for number, by_document in records.items():
-            self.records[number].update(by_document)
-        self.distances.add_counts(counts["distances"])
-        self.routes.add_counts(counts["routes"])
-        for output, clipped in zip(self.outputs, counts["clipped"], strict=True):
-            output.served.clipped.add_counts(clipped)
+        self.distances.merge(state["distances"])
+        self.routes.merge(state["routes"])
+        for output, clipped, changes in zip(self.outputs, state["clipped"], state["changes"], strict=True):
+            output.served.clipped.merge(clipped)
+            output.changes.extend(WeightChange(*change) for change in changes)
 
     def records_of_pass(self, number: int) -> list[DocumentRecord]:
         """Return the records of a pass, numbered from 1, in the order of the documents."""
@@ -306,7 +282,7 @@ def make_evaluation(
     }
 
     outputs = [
-        cast(OutputEvaluation, {**_figures(measurements, output, floor), "texts": answers, **common})
+        {**_figures(measurements, output, floor), "texts": answers, **common}
         for output, answers in zip(measurements.outputs, texts, strict=True)
     ]
 
@@ -325,7 +301,7 @@ def _few(documents: int) -> str:
     return "a single text gives no interval" if one else f"an interval from {documents} texts says next to nothing"
 
 
-def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
+def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping[str, Any]) -> dict[str, Any]:
     weights_only, as_served = measurements.records_of_pass(output.first), measurements.records_of_pass(output.last)
     seed = measurements.settings.seed
     figures = summarize(as_served, seed)
@@ -374,7 +350,7 @@ def _layer(measurements: Measurements, name: str, output: OutputUnderTest) -> La
         measurements.distances.mean(name, output.last),
         measurements.distances.mean(name, 1),
         measurements.routes.share(name, output.last),
-        output.served.clipped.share(inside),
+        output.served.clipped.largest(inside) or 0.0,
     )
 
 
@@ -403,11 +379,11 @@ def _flat_config(model: StreamedModel) -> dict[str, Any]:
     return flat
 
 
-def _brief(records: Sequence[DocumentRecord], seed: int) -> Brief:
+def _brief(records: Sequence[DocumentRecord], seed: int) -> dict[str, Any]:
     """Compute the short form of the figures, for the floor and for weights alone."""
     figures = summarize(records, seed)
     kl = dict(figures["kl"])
-    brief = {
+    return {
         "kl": kl.pop("mean"),
         **kl,
         "top1": figures["top1"],
@@ -415,7 +391,6 @@ def _brief(records: Sequence[DocumentRecord], seed: int) -> Brief:
         "perplexity": figures["perplexity"]["output"],
         "rms_dp": figures["rms_dp"],
     }
-    return cast(Brief, brief)
 
 
 def _layer_json(layer: LayerFigures) -> dict[str, Any]:
@@ -423,7 +398,7 @@ def _layer_json(layer: LayerFigures) -> dict[str, Any]:
     return entry if layer.routed_otherwise is None else {**entry, "routed_otherwise": layer.routed_otherwise}
 
 
-def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspect]) -> list[str]:
+def _reasons(figures: Mapping[str, Any], floor: Mapping[str, Any], suspects: Sequence[Suspect]) -> list[str]:
     kl, ratio = figures["kl"]["mean"], figures["perplexity"]["ratio"]
     times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
     beyond = f" (broken is more than {CHANGED})" if kl > CHANGED else ""
@@ -445,171 +420,6 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-
-
-# Rows that JSON can hold.
-Counts = list[list[Any]]
-
-
-_EXPERT = re.compile(r"\[\d+\]$")
-
-
-@dataclass(frozen=True)
-class EvaluationState:
-    """All that a pass over the texts changes before the output head.
-
-    Attributes:
-        measurements: distances, routes, clipped activations, and the outputs with the differences of their weights.
-        compared: units whose weights are compared already, by name and pass.
-        generators: generators of the rounding noise, one for each document of this process.
-    """
-
-    measurements: Measurements
-    compared: set[tuple[str, int]]
-    generators: Sequence[torch.Generator]
-
-    def to_bytes(self) -> bytes:
-        """Return a safetensors file with the counts as JSON and the states of the generators, uint8."""
-        facts = {
-            "counts": self.measurements.counts(),
-            "changes": [[astuple(change) for change in output.changes] for output in self.measurements.outputs],
-            "compared": sorted(self.compared),
-        }
-        noise = [generator.get_state().numpy() for generator in self.generators]
-        arrays = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
-        return save(arrays | {f"noise {number}": state for number, state in enumerate(noise)})
-
-    def add_bytes(self, data: bytes, done: Set[str]) -> None:
-        """Add what an interrupted run of the same evaluation has measured.
-
-        Args:
-            data: what its `to_bytes` returned.
-            done: names of the units that all its passes are through, without embedding tables.
-
-        Raises:
-            ValueError: a figure is invalid or missing, or of another model.
-            LookupError, TypeError, RuntimeError, SafetensorError: it is no such file.
-        """
-        arrays = load(data)
-        facts = json.loads(arrays["facts"].tobytes())
-        self._check(facts, done)
-        self.measurements.add({}, facts["counts"])
-        for output, changes in zip(self.measurements.outputs, facts["changes"], strict=True):
-            output.changes.extend(WeightChange(*change) for change in changes)
-        self.compared.update((unit, number) for unit, number in facts["compared"])
-        for number, generator in enumerate(self.generators):
-            generator.set_state(torch.from_numpy(arrays[f"noise {number}"]))
-
-    def _check(self, facts: Any, done: Set[str]) -> None:
-        """Refuse figures that no run writes; wrong ones of the right form cannot be told.
-
-        Raises:
-            ValueError: a figure is invalid or missing.
-        """
-        outputs, counts = self.measurements.outputs, facts["counts"]
-        model, documents = self.measurements.model, len(self.generators)
-        modules = {name: module for name, module in model.model.named_modules() if name}
-        layers = [layer for layer in model.layers if layer in done]
-        passes = range(1, outputs[-1].last + 1 if outputs else 2)
-
-        _require_keys("distances", counts["distances"], lambda layer, number: layer in layers and number in passes)
-        if documents and len(counts["distances"]) != len(layers) * len(passes):
-            raise ValueError("it has no distances of a layer that is computed")
-        for layer, _, sums, tokens in counts["distances"]:
-            if not _are_figures(sums, documents) or tokens != documents * self.measurements.corpus.length:
-                raise ValueError(f"its distances of {layer} are invalid")
-
-        experts = {name for name, module in modules.items() if holds_experts(module)}
-        _require_keys("routes", counts["routes"], lambda name, number: name in experts and number in passes)
-        places = {*modules, *range(len(model.layers))}
-        clipped = [[place, output, *row] for output, rows in enumerate(counts["clipped"]) for place, *row in rows]
-        _require_keys("clipped activations", clipped, lambda place, _: place in places)
-        for place, _, counted, total in (*counts["routes"], *clipped):
-            if not (type(counted) is type(total) is int and 0 <= counted <= total and total > 0):
-                raise ValueError(f"its counts of {place} are invalid")
-
-        weights = {name.removesuffix(".weight") for name, _ in model.model.named_parameters()}
-        for name, quantized, *errors in (change for changes in facts["changes"] for change in changes):
-            if _EXPERT.sub("", name) not in weights or type(quantized) is not bool or not _are_figures(errors, 4):
-                raise ValueError("its differences of weights are invalid")
-        _require_keys("weights", facts["compared"], lambda unit, number: unit in model.units and number in passes)
-
-
-def _require_keys(what: str, rows: Sequence[Sequence[Any]], is_valid: Callable[[Any, Any], bool]) -> None:
-    """Require that the first two values of each row are valid together, and differ from those of other rows."""
-    keys = [(row[0], row[1]) for row in rows]
-    if len(set(keys)) != len(keys) or not all(is_valid(*key) for key in keys):
-        raise ValueError(f"its {what} are of another model")
-
-
-def _are_figures(values: Any, count: int) -> bool:
-    """Whether a value is a list of that many floats that are neither negative nor infinite."""
-    return (
-        type(values) is list
-        and len(values) == count
-        and all(type(value) is float and math.isfinite(value) and value >= 0 for value in values)
-    )
-
-
-# Fields of a DocumentRecord that are float64, and those that are bool.
-_FIGURES = ("kl", "confidence", "source_nll", "output_nll")
-_FLAGS = ("top1", "top5")
-
-# Records by pass number, then by document number.
-Records = Mapping[int, Mapping[int, DocumentRecord]]
-
-
-def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
-    """Serialize the figures of documents, and counts, for another process.
-
-    Args:
-        records: by number of the pass through a model, then by the document's index in the corpus: KL divergence,
-            probabilities and token agreement at each position but the last, float64 or bool [length - 1]. All documents
-            have the same length.
-        counts: anything that JSON can hold, such as `Measurements.counts()`.
-
-    Returns:
-        The bytes of an .npz file, which `unpack_records` reads.
-    """
-    arrays = {"counts": np.frombuffer(json.dumps(counts).encode(), np.uint8)}
-    for number, by_document in records.items():
-        arrays[f"{number}.documents"] = np.array(list(by_document), np.int64)
-        for kind, columns in (("figures", _FIGURES), ("flags", _FLAGS)):
-            arrays[f"{number}.{kind}"] = np.array(
-                [[getattr(record, column) for column in columns] for record in by_document.values()]
-            )
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
-    return file.getvalue()
-
-
-def unpack_records(
-    data: bytes, documents: Sequence[Document]
-) -> tuple[dict[int, dict[int, DocumentRecord]], dict[str, Any]]:
-    """Read what `pack_records` wrote.
-
-    Args:
-        data: bytes of a npz file from `pack_records`.
-        documents: all documents of the corpus; records get their domain and name from it.
-
-    Returns:
-        The records by number of the pass, then by the document's index in `documents`; and the counts. A record has
-        arrays [length - 1], float64 or bool, with a figure of each position but the last.
-    """
-    records: dict[int, dict[int, DocumentRecord]] = {}
-
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        counts: dict[str, Any] = json.loads(arrays["counts"].tobytes())
-        for name in arrays.files:
-            number, _, kind = name.partition(".")
-            if kind == "documents":
-                figures, flags = arrays[f"{number}.figures"], arrays[f"{number}.flags"]
-                records[int(number)] = {
-                    at: DocumentRecord(documents[at].domain, documents[at].name, *figure_rows, *flag_rows)
-                    for at, figure_rows, flag_rows in zip(arrays[name].tolist(), figures, flags, strict=True)
-                }
-
-    return records, counts
 
 
 @dataclass(frozen=True)
@@ -638,7 +448,7 @@ class ModelUnderTest:
         """Size of all tensors in bytes."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
 
-    def identity(self) -> NamedModel:
+    def identity(self) -> dict[str, str]:
         """Return its name and the digest and stamp of its fingerprint, as eval.json has them.
 
         Raises:
@@ -660,7 +470,7 @@ class EvaluationSettings:
         streamed: makes a context in which the models get their shards as they arrive, and which gives the file for
             hidden states; by default all shards are in the checkpoints' directories, and all states in memory.
         answers_prompts: whether the models answer prompts after the texts, for which all weights are read once more.
-        ranks: the processes that share the documents; None if this is the only one.
+        ranks: the processes that share the documents.
         tasks: questions of tasks that the models answer too; None for none.
         pass_checkpoint: file from which an interrupted evaluation continues; None for none.
         answer_memory: bytes that the weights of a model which answers prompts may take; None for no limit but the
@@ -674,7 +484,7 @@ class EvaluationSettings:
     prompts: str | os.PathLike[str] | None = None
     streamed: Callable[[Sequence[StreamedModel]], AbstractContextManager[OffloadFile | None]] = lambda _: nullcontext()
     answers_prompts: bool = True
-    ranks: DocumentRanks | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     answer_memory: int | None = None
     tasks: TaskRequests | None = None
     pass_checkpoint: PassCheckpoint | None = None

@@ -122,7 +122,7 @@ def _evaluate(
     longest_text = corpus.length if tasks is None else max(corpus.length, tasks.longest)
     left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
     budget = BUDGET if left is None else left
-    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    place = Scratch(directory, budget, options.stream, ranks.local_size)
     origins = list(zip(models, fingerprints, strict=True))
 
     about = _conditions(options, inputs, fingerprints, ranks)
@@ -135,7 +135,7 @@ def _evaluate(
         options.prompts,
         partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
         answers_prompts=not (options.stream or options.no_prompts),
-        ranks=ranks if ranks.size > 1 else None,
+        ranks=ranks,
         answer_memory=answer_memory(options.max_memory),
         tasks=tasks,
         pass_checkpoint=pass_checkpoint,
@@ -329,12 +329,7 @@ def _scratch_directory(options: Evaluate, models: Sequence[Source]) -> Path:
     """Return the directory for scratch files: --scratch, or beside the first output that is a local directory."""
     if options.scratch is not None:
         return Path(options.scratch)
-    directory = next((output.root.parent for output in models[1:] if output.repo is None), Path())
-    if options.stream and any(model.remote for model in models):
-        from ..streaming.offload import require_disk
-
-        require_disk(directory, "shards")
-    return directory
+    return next((output.root.parent for output in models[1:] if output.repo is None), Path())
 
 
 def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) -> list[Destination | None]:

@@ -3,7 +3,7 @@
 Packs of questions are batches of the same interleaved pass as the texts. Each has one pass of the source and one of
 each output as engines serve it; pass 0 is the source.
 
-    passes = TaskPasses(requests, source_model, [served], ["Qwen3-8B", "Qwen3-8B-FP8"], ranks=None)
+    passes = TaskPasses(requests, source_model, [served], ["Qwen3-8B", "Qwen3-8B-FP8"], ranks=Ranks())
     run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.score)
     passes.scores.loglikelihoods(1)
 
@@ -26,7 +26,6 @@ both models.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,16 +40,17 @@ from torch import Tensor
 
 from ..data.tasks import Figures, TaskAnswers, Tasks
 from ..data.tokenizer import Tokenizer
+from ..distributed import Ranks
 from ..errors import SourceError
 from ..files.model_files import short_repr
 from ..plan.architecture import known_architecture
 from ..streaming.interleaved import ForwardPass
 from ..streaming.model import StreamedModel, products_in_float32
 from ..streaming.packing import ChoiceRequest, Pack, make_packs, packed_logits, packing_of
-from ..streaming.session import DocumentRanks, documents_of_rank
+from ..streaming.session import documents_of_rank
 from .as_served import ServedModel
 from .kl import CHUNK, divergences, log_probabilities
-from .types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted_questions
+from .types import counted_questions
 
 # Rows of the scores.
 _LOGLIKELIHOOD, _GREEDY, _KL = range(3)
@@ -119,16 +119,13 @@ class RequestScores:
 
         self._scores[model][:, list(pack.requests)] = scores
 
-    def to_bytes(self) -> bytes:
-        """Return the scores of this process, for `add_bytes`."""
-        file = io.BytesIO()
-        np.save(file, self._scores, allow_pickle=False)
-        return file.getvalue()
+    def state(self) -> Tensor:
+        """Return the scores of this process, for `merge`."""
+        return torch.from_numpy(self._scores)
 
-    def add_bytes(self, data: bytes) -> None:
-        """Add the scores of another process."""
-        other = np.load(io.BytesIO(data), allow_pickle=False)
-        self._scores = np.where(np.isnan(self._scores), other, self._scores)
+    def merge(self, state: Tensor) -> None:
+        """Add the scores of another process: its `state()`."""
+        self._scores = np.where(np.isnan(self._scores), state.numpy(), self._scores)
 
 
 class TaskPasses:
@@ -139,7 +136,7 @@ class TaskPasses:
         source: the source's model.
         outputs: the outputs as engines serve them.
         names: names of source and outputs, for messages.
-        ranks: the processes that share the packs; None for a single one.
+        ranks: the processes that share the packs.
 
     Attributes:
         packs: the packs of this process.
@@ -154,7 +151,7 @@ class TaskPasses:
         source: StreamedModel,
         outputs: Sequence[ServedModel],
         names: Sequence[str],
-        ranks: DocumentRanks | None,
+        ranks: Ranks,
     ) -> None:
         self._source, self._outputs, self._names = source, outputs, names
         requests = task_requests.requests
@@ -176,11 +173,6 @@ class TaskPasses:
     def local_tokens(self) -> int:
         """The number of tokens of this process's packs, for one model."""
         return sum(pack.ids.size for pack in self.packs)
-
-    @property
-    def local_rows(self) -> int:
-        """The number of positions of this process's packs whose logits are computed, for one model."""
-        return sum(len(pack.rows) for pack in self.packs)
 
     def of_pack(self, number: int) -> list[ForwardPass[Tensor]]:
         """Return the passes of a pack of this process: the source, then each output as engines serve it."""
@@ -335,11 +327,7 @@ def encode_requests(
         kept = max_length + 1 - len(after)
         requests.append(ChoiceRequest(tuple(before[-kept:]), tuple(after)))
     highest = max((max(request.context + request.choice) for request in requests), default=0)
-    if vocabulary is not None and highest >= vocabulary:
-        raise SourceError(
-            f"the tokenizer of {tokenizer.where} gives token {highest}, the model has {vocabulary}",
-            "copy the tokenizer's files from the model it was made from",
-        )
+    tokenizer.require_in_vocabulary(highest, vocabulary)
     return tuple(requests)
 
 
@@ -347,7 +335,7 @@ def encode_requests(
 ALL = "all questions"
 
 
-def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -> list[TasksEvaluation]:
+def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -> list[dict[str, Any]]:
     """Compute the figures of each output.
 
     Args:
@@ -382,20 +370,20 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
         loss = smallest_loss(changed, pooled["questions"])
 
         evaluations.append(
-            TasksEvaluation(
-                named=list(task_requests.named),
-                limit=task_requests.limit,
-                sha256=task_requests.sha256,
-                questions=pooled["questions"],
-                requests=len(task_requests.requests),
-                tokens=passes.tokens,
-                packed=passes.packed,
-                tasks=of_tasks,
-                pooled=pooled,
-                mean=_means(source, output, seed),
-                smallest_loss=loss,
-                reading=_reading(pooled, first, loss, graded=changed != first["lost"] + first["gained"]),
-            )
+            {
+                "named": list(task_requests.named),
+                "limit": task_requests.limit,
+                "sha256": task_requests.sha256,
+                "questions": pooled["questions"],
+                "requests": len(task_requests.requests),
+                "tokens": passes.tokens,
+                "packed": passes.packed,
+                "tasks": of_tasks,
+                "pooled": pooled,
+                "mean": _means(source, output, seed),
+                "smallest_loss": loss,
+                "reading": _reading(pooled, first, loss, graded=changed != first["lost"] + first["gained"]),
+            }
         )
 
     return evaluations
@@ -403,7 +391,7 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
 
 def _figures(
     name: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], kl: float, seed: int
-) -> TaskFigures:
+) -> dict[str, Any]:
     """Compute the figures of the questions of some tasks together, with the metrics that all of them have."""
     picked = [np.concatenate([answers.picked for answers in model]) for model in (source, output)]
 
@@ -425,7 +413,7 @@ def _join_scores(metric: str, source: Sequence[TaskAnswers], output: Sequence[Ta
     return PairedScores(*(np.concatenate([answers.scores[metric] for answers in model]) for model in (source, output)))
 
 
-def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
+def _metric(metric: str, scores: PairedScores, seed: int) -> dict[str, Any]:
     before, after, questions = float(scores.source.mean()), float(scores.output.mean()), len(scores.source)
     means = bootstrap_means([scores], seed)
 
@@ -445,9 +433,9 @@ def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
     }
 
 
-def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: int) -> list[MeanMetric]:
+def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: int) -> list[dict[str, Any]]:
     """Compute the mean of each metric over the tasks that have it."""
-    means: list[MeanMetric] = []
+    means: list[dict[str, Any]] = []
     for metric in dict.fromkeys(metric for answers in source for metric in answers.scores):
         tasks = [
             PairedScores(before.scores[metric], after.scores[metric])
@@ -478,7 +466,7 @@ def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: i
     return means
 
 
-def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float, graded: bool) -> str:
+def _reading(pooled: Mapping[str, Any], metric: Mapping[str, Any], loss: float, graded: bool) -> str:
     """Say what the figures can tell at this number of questions."""
     changed = metric["lost"] + metric["gained"]
     count = f"{changed:,}" if changed else "none"
@@ -564,11 +552,8 @@ def mcnemar(lost: int, gained: int) -> float:
         gained: the number of questions that only the output answers rightly.
     """
     changed = lost + gained
-    # Exact integers: the number of ways to choose so many of them, and their sum.
-    term, tail = 1, 0
-    for number in range(min(lost, gained) + 1):
-        tail += term
-        term = term * (changed - number) // (number + 1)
+    # Exact integers: the numbers of ways to choose so many of them.
+    tail = sum(math.comb(changed, number) for number in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / (1 << changed))
 
 

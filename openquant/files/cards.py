@@ -551,7 +551,7 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
         directory: the directory of a model.
 
     Returns:
-        The parsed JSON object, which has all keys of SCHEMA; `types.OutputEvaluation` has their types.
+        The parsed JSON object, which has all keys of SCHEMA.
 
     Raises:
         SourceError: it is damaged, too large, or not an evaluation.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import PlanError, UsageError
 from ..files.model_files import short_repr
 from ..formats.hardware import GPU, find_gpu, is_apple, nearest_gpus
 from ..options import Recipe, flags_of, nats, options_of, size
+from ..plan.architecture import text_config
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights
 from ..registry.architecture import MTP_LAYER
@@ -159,13 +159,12 @@ def _positive(number: float) -> float:
     return number
 
 
-def weights_on_gpus(budget: Budget, plan: Plan, config: Mapping[str, Any], context: int, fp8_cache: bool) -> int:
+def weights_on_gpus(budget: Budget, plan: Plan, context: int, fp8_cache: bool) -> int:
     """Return how many bytes of weights fit on GPUs beside the KV cache of one sequence.
 
     Args:
         budget: memory and number of the GPUs.
         plan: a plan of the model.
-        config: the language model's part of config.json.
         context: tokens of the sequence.
         fp8_cache: whether the cache is FP8 rather than bfloat16.
 
@@ -182,7 +181,7 @@ def weights_on_gpus(budget: Budget, plan: Plan, config: Mapping[str, Any], conte
         possible = ", ".join(str(gpus) for gpus, problem in problems.items() if problem is None)
         raise PlanError(f"{budget.gpus} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
     try:
-        cache = find_cache(plan.lines, plan.entry, config)
+        cache = find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
     except UnknownCache as error:
         raise PlanError(f"it is not known {error}", "give the bytes of the weights: --fit size=12.5GB") from None
     if not cache.divides(budget.gpus):

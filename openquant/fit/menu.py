@@ -94,7 +94,7 @@ class BestMixtures:
         self.frontier = find_frontier(
             [
                 [(unit.choices[name].nbytes, kl[name]) for name in names]
-                for unit, names, kl in zip(menu.units, self._names, scores.kl, strict=True)
+                for unit, names, kl in zip(menu.units, self._names, scores, strict=True)
             ]
         )
 
@@ -116,7 +116,7 @@ class BestMixtures:
 
     def predict(self, mixture: Mixture) -> float:
         """Return the predicted KL divergence of a mixture: the sum over its units."""
-        return sum(self.scores.kl[number][name] for number, name in mixture.items())
+        return sum(self.scores[number][name] for number, name in mixture.items())
 
     def best_uniform(self, nbytes: int) -> str | None:
         """Return the scheme with the least KL divergence that fits if all units have it; None if none fits."""
@@ -321,15 +321,8 @@ class Unit:
         return sum(weight.shape[0] * weight.shape[1] for weight in self.weights.values())
 
 
-@dataclass(frozen=True)
-class Scores:
-    """KL divergence of each unit in each of its schemes, the others unquantized.
-
-    Attributes:
-        kl: for each unit, by name of the choice, in nats; 0 for UNQUANTIZED.
-    """
-
-    kl: Sequence[Mapping[str, float]]
+# For each unit the KL divergence of each of its choices in nats, the other units unquantized; 0 for UNQUANTIZED.
+Scores = Sequence[Mapping[str, float]]
 
 
 def units_of(plans: Mapping[str, Plan]) -> list[Unit]:

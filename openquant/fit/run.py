@@ -6,7 +6,6 @@ texts, and the single scheme is taken unless the mixture is closer to the source
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,13 +20,12 @@ from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, output_directory, prepare
 from ..options import FitOptions, Recipe
 from ..plan import summary
-from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
 from ..recipes import Request
 from ..result import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
-from .search import Asked, Points, mixtures_of_sizes, sorted_points
+from .search import Points, mixtures_of_sizes
 from .session import Session
 from .table import Point, SearchResult
 
@@ -67,7 +65,7 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
     limit = _limit(budget, menu, fit, request.options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
-    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)
+    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, reporter)
     compared = 1 if limit is None else 2
     target = output_directory(run, opened.source, summary.suffix(menu.plan))
     of_texts = texts_steps(run, texts.length, opened.source, opened.checkpoint, menu.plan, target)
@@ -84,21 +82,16 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         mixture = choice.within(limit)
     for line in _chosen(mixtures, mixture):
         reporter.on_note(f"--fit: {line}")
-    asked = Asked(run.model, recipe, fit.fit, fit.context, fit.engines, fit.candidates, texts.text, texts.dataset)
+
     on_gpus = budget.kind == "gpu"
-    corpus = choice.corpus if choice.measured else session.scored
-    found = SearchResult(
-        model=os.fspath(run.model),
-        revision=opened.source.revision,
-        architecture=menu.plan.model.name,
-        source_bytes=summary.source_bytes(menu.plan),
-        texts=corpus.described,
-        texts_sha256=corpus.sha256,
-        engines=fit.engines,
-        gpu=fit.fit if on_gpus else None,
-        context=fit.context,
-        limit=limit if on_gpus else None,
-        points=choice.points(asked, limit if on_gpus else None, mixture),
+    asked = {**vars(run), **vars(recipe), **vars(fit), **vars(texts)}
+    points = Points(mixtures, asked, fit.fit, limit if on_gpus else None, choice.ratio)
+    found = points.result(
+        choice.points(points, mixture),
+        opened.source,
+        choice.corpus if choice.measured else session.scored,
+        fit.engines,
+        fit.fit if on_gpus else None,
     )
     return as_options(recipe, menu, mixture), found
 
@@ -113,7 +106,7 @@ def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", unit.patterns[0], count=1)
         chosen = by_name.setdefault(name, {})
         chosen[choice] = chosen.get(choice, 0) + 1
-        kl[name] = kl.get(name, 0.0) + mixtures.scores.kl[number][choice]
+        kl[name] = kl.get(name, 0.0) + mixtures.scores[number][choice]
         sizes[name] = sizes.get(name, 0) + unit.choices[choice].nbytes
     all_kl, all_bytes = sum(kl.values()) or 1.0, sum(sizes.values())
     for name, chosen in by_name.items():
@@ -180,20 +173,22 @@ class _Choice:
             raise PlanError(f"{ROUNDS} mixtures were measured, and none has a KL of {kl:g}", "give a larger kl=")
         return found
 
-    def points(self, asked: Asked, limit: int | None, written: Mixture) -> tuple[Point, ...]:
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted KL divergence of the first mixture that was measured; 1 if none was."""
+        if not self.measured:
+            return 1.0
+        mixture, records = self.measured[0]
+        return max(mean_kl(records), SMALLEST) / max(self.mixtures.predict(mixture), SMALLEST)
+
+    def points(self, make: Points, written: Mixture) -> Iterable[Point]:
         """Make the points of what was measured, and of the other sizes and schemes by their scores.
 
         Args:
-            asked: what the commands repeat.
-            limit: bytes that GPUs hold; None if none are named.
+            make: makes points.
             written: the mixture that was chosen.
         """
-        ratio = 1.0
-        if self.measured:
-            mixture, records = self.measured[0]
-            ratio = max(mean_kl(records), SMALLEST) / max(self.mixtures.predict(mixture), SMALLEST)
-        make = Points(self.mixtures, asked, limit, ratio).point
-        named = {f"--fit {asked.budget}": written}
+        named = {f"--fit {make.budget}": written}
         named |= mixtures_of_sizes(self.menu, self.mixtures)
         points = {}
         for name, mixture in named.items():
@@ -201,8 +196,8 @@ class _Choice:
             # A scheme's own name stays; two names of one mixture are one point.
             key = tuple(mixture.items())
             if key not in points or name in self.menu.plans:
-                points[key] = make(name, mixture, records_of, written=mixture == written)
-        return sorted_points(list(points.values()))
+                points[key] = make.point(name, mixture, records_of, written=mixture == written)
+        return points.values()
 
     def _report(self, name: str, mixture: Mixture, records: Sequence[DocumentRecord]) -> None:
         self.measured.append((mixture, records))
@@ -223,14 +218,12 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
     """
     if budget.kind == "kl":
         return None
-    first = menu.plan
     if budget.kind == "bits":
         limit = menu.bytes_of_bits(budget.value)
     elif budget.kind == "size":
         limit = int(budget.value)
     else:
-        config = text_config(first.decoded, first.model)
-        limit = weights_on_gpus(budget, first, config, fit.context, options.fp8_kv_cache)
+        limit = weights_on_gpus(budget, menu.plan, fit.context, options.fp8_kv_cache)
     smallest, largest = menu.smallest, menu.largest
     if limit < smallest:
         raise PlanError(

@@ -13,10 +13,8 @@ follows from their changes. Units of the output head have no later layers, so al
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,18 +24,18 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from ..calibration.observers import Observer, RunningStatistics
+from ..calibration.gptq_pass import shared_absmax
 from ..data.corpus import Corpus
 from ..errors import PlanError
-from ..evaluation.as_served import ActivationRounding, QuantizedInputs
-from ..evaluation.kl import DocumentRecord, ModelNames, compare_logits
+from ..evaluation.as_served import ActivationRounding, QuantizedInputs, inputs_of_experts
+from ..evaluation.kl import DocumentRecord, compare_logits
 from ..formats import kernels
 from ..formats.format import read_activation_quantization
 from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
-from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
+from ..streaming.hooks import holds_experts
 from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
 from ..streaming.model import (
     Advanced,
@@ -66,14 +64,10 @@ class Measured:
     Attributes:
         records: for each mixture, the figures of each document.
         changed: the mean squared change of the hidden state relative to the source's, by number of the unit and choice.
-        experts: the number of routed experts; 0 if the model's routing is not known.
-        unused: how many of them got no token.
     """
 
     records: Sequence[Sequence[DocumentRecord]]
     changed: Mapping[tuple[int, str], float]
-    experts: int
-    unused: int
 
 
 @dataclass(frozen=True)
@@ -195,14 +189,7 @@ class _Quantizer:
                 )
         if not layers and not stacks:
             return None
-        experts = {
-            owner: ExpertWeights(
-                next((parts[name] for name in FIRST if name in parts), None),
-                next((parts[name] for name in DOWN if name in parts), None),
-            )
-            for owner, parts in stacks.items()
-        }
-        return ActivationRounding(self.model.model, layers, experts)
+        return ActivationRounding(self.model.model, layers, inputs_of_experts(stacks))
 
 
 def _inputs_of(scheme: Scheme) -> QuantizedInputs | None:
@@ -249,7 +236,7 @@ def measure_mixtures(
         What was measured.
 
     Raises:
-        SourceError: a weight cannot be read, a logit is NaN or infinite, or the checkpoint is damaged.
+        SourceError: a weight cannot be read, or a logit is NaN or infinite.
         OutputError: hidden states or the checkpoint cannot be written.
         PlanError: a weight is too large for its scheme, or activations of a layer cannot be rounded.
         OpenQuantError: transformers' model fails on these weights or texts.
@@ -266,7 +253,7 @@ def measure_mixtures(
             run.batches(), finished=run.compare, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )
     changed = {key: total / run.tokens for key, total in run.changed.items()}
-    return Measured(run.records, changed, *run.experts())
+    return Measured(run.records, changed)
 
 
 class _Run:
@@ -286,14 +273,6 @@ class _Run:
         self.records: list[list[DocumentRecord]] = [[] for _ in mixtures]
         # Relative squared changes of hidden states, added over tokens, by unit and choice.
         self.changed: dict[tuple[int, str], float] = {}
-        # Counts the tokens that each expert gets.
-        self.routed = {
-            name: RunningStatistics((), 0, counts_routing=True)
-            for name, module in self.model.model.named_modules()
-            if holds_experts(module)
-        }
-        experts = {name: ExpertWeights(found, None) for name, found in self.routed.items()}
-        self.observer = Observer(self.model.model, {}, experts)
         self.order = {name: number for number, name in enumerate(self.model.units)}
         self.tokens = len(corpus.documents) * corpus.length
         self.passes: list[list[_Pass]] = []
@@ -336,8 +315,7 @@ class _Run:
     @contextmanager
     def _quantize_around(self, one: _Pass) -> Iterator[None]:
         self.current = one
-        counted = self.observer.on() if one.mixture is None else nullcontext()
-        with products_in_float32(self.model.device), counted:
+        with products_in_float32(self.model.device):
             yield
 
     @contextmanager
@@ -403,36 +381,15 @@ class _Run:
             return
         piece = self.corpus.documents[one.document]
         ids = torch.tensor(piece.ids)
-        names = ModelNames("the source", "a mixture")
+        names = ("the source", "a mixture")
         self.records[one.mixture].append(
             compare_logits(self.source_logits[one.document], logits, ids, piece.domain, piece.name, names)
         )
 
     def continue_from(self, checkpoint: PassCheckpoint) -> None:
         """Have the checkpoint save what is measured in layers, and take what an earlier run saved."""
-        checkpoint.extra = self._to_bytes
-        if checkpoint.saved:
-            with checkpoint.continuing():
-                self._add_bytes(checkpoint.saved)
-
-    def _to_bytes(self) -> bytes:
-        changed = [[number, name, total] for (number, name), total in self.changed.items()]
-        routed = {name: found.routed.tolist() for name, found in self.routed.items() if found.routed is not None}
-        return json.dumps({"changed": changed, "routed": routed}).encode()
-
-    def _add_bytes(self, data: bytes | bytearray) -> None:
-        saved = json.loads(data)
-        for number, name, total in saved["changed"]:
-            if name not in self.changes.get(number, ()) or not (isinstance(total, float) and 0 <= total < math.inf):
-                raise ValueError("a change is not of this model")
-            self.changed[number, name] = total
-        for name, counts in saved["routed"].items():
-            self.routed[name].add_routed(torch.tensor(counts))
-
-    def experts(self) -> tuple[int, int]:
-        """How many routed experts the model has whose tokens are counted, and how many of them got none."""
-        counts = [found.routed for found in self.routed.values() if found.routed is not None]
-        return sum(map(len, counts)), sum(int((one == 0).sum()) for one in counts)
+        checkpoint.extra = lambda: self.changed
+        self.changed.update(checkpoint.saved or {})
 
 
 def _relative_change(source: Any, output: Any) -> float:
@@ -489,7 +446,7 @@ def scores_of(
         for other in changes.get(number, (name,)):
             ratio = measured.changed[number, other] / own if own else 0.0
             kl[number][other] = own_kl if other == name else own_kl * ratio
-    return Scores(tuple(kl))
+    return kl
 
 
 def replaced_tensors(
@@ -516,8 +473,8 @@ def replaced_tensors(
         scheme, group = schemes[module], fused.get(module, (module,))
         if scheme is not None:
             if group[0] not in shared:
-                members = [weights[member] for member in group]
-                shared[group[0]] = _shared_absmax(members, scheme, make_reader())
+                members = [(weights[member], scheme) for member in group]
+                shared[group[0]] = shared_absmax(members, make_reader())
             tensors.setdefault(weight.source.name, []).append(_Rounded(weight, scheme, shared[group[0]]))
     return {name: partial(_rounded_tensor, rounded, make_reader) for name, rounded in tensors.items()}
 
@@ -598,14 +555,3 @@ def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader)
             values -= zero_point
         values *= scale
         yield values
-
-
-def _shared_absmax(weights: Iterable[Weight], scheme: Scheme, reader: Reader) -> Floats:
-    """float32 [1, 1], the largest absolute value of weights that share a scale; 0 if they share none."""
-    largest = np.zeros((1, 1), np.float32)
-    for weight in weights if scheme.format.shares_scale else ():
-        for bits in reader.rows(weight, 1):
-            absmax = reader.loops.absmax(bits, weight.dtype, (None, None))
-            require_in_range(weight, absmax, scheme, reader.where)
-            largest = np.maximum(largest, absmax)
-    return largest

@@ -11,23 +11,27 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..distributed import Ranks
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..formats.names import CacheScheme
 from ..job import open_source
-from ..options import Recipe, Run, Search, Texts, document_options, values_for
+from ..options import Run, Search, Texts, document_options, values_for
 from ..plan import summary
-from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
 from ..result import Reporter
 from ..streaming.memory import memory_left
 from .budget import read_gpus, weights_on_gpus
 from .menu import BestMixtures, Menu, Mixture, bits_per_weight, make_menu
 from .session import Session
-from .table import Point, SearchResult
+from .table import Point, SearchResult, words_of_options
+
+if TYPE_CHECKING:
+    from ..data.corpus import Corpus
+    from ..hub.source import Source
 
 
 @document_options(Search)
@@ -73,7 +77,6 @@ def search_mixtures(
     run = Run.parse(model=model, device=device, stream=stream, revision=revision)
     opened = open_source(run, Ranks())
 
-    fp8 = request.kv_cache == "fp8"
     options = PlanOptions(tuple(request.ignore), head=quantize_lm_head, embedding=quantize_embeddings)
     wanted_engines = request.engines or "both"
     gpu_type = None if budget is None else budget.gpu
@@ -82,12 +85,11 @@ def search_mixtures(
     limit = None
     # How much memory a CPU has for weights is not known.
     if budget is not None and budget.value:
-        config = text_config(menu.plan.decoded, menu.plan.model)
-        limit = weights_on_gpus(budget, menu.plan, config, request.context, fp8)
+        limit = weights_on_gpus(budget, menu.plan, request.context, request.kv_cache == "fp8")
 
     directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
-    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, Ranks(), reporter)
+    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, reporter)
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))
@@ -100,30 +102,13 @@ def search_mixtures(
     corpus = session.corpus()
     reporter.on_note(f"--search: comparing {len(named)} outputs on {corpus.described}")
     records = session.measure(corpus, list(named.values()))
-    asked = Asked(
-        model,
-        request,
+    points = Points(best, vars(request), request.gpu, limit)
+    return points.result(
+        [points.point(name, mixture, found) for (name, mixture), found in zip(named.items(), records, strict=True)],
+        opened.source,
+        corpus,
+        wanted_engines,
         request.gpu,
-        request.context,
-        request.engines,
-        request.candidates,
-        request.text,
-        request.dataset,
-    )
-    make = Points(best, asked, limit).point
-    points = [make(name, mixture, found) for (name, mixture), found in zip(named.items(), records, strict=True)]
-    return SearchResult(
-        model=os.fspath(model),
-        revision=opened.source.revision,
-        architecture=menu.plan.model.name,
-        source_bytes=summary.source_bytes(menu.plan),
-        texts=corpus.described,
-        texts_sha256=corpus.sha256,
-        engines=wanted_engines,
-        gpu=request.gpu,
-        context=request.context,
-        limit=limit,
-        points=sorted_points(points),
     )
 
 
@@ -146,60 +131,9 @@ def mixtures_of_sizes(menu: Menu, best: BestMixtures) -> dict[str, Mixture]:
     return named | {f"{each:g}bits": best.best(menu.bytes_of_bits(each)) for each in bits}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for, which commands repeat.
-
-    Attributes:
-        model: the model as it was named.
-        options: options of the output.
-        budget: the value of --fit, or of --gpu; None if there is none.
-        context: tokens of the KV cache.
-        engines: "vllm", "sglang" or "both"; None for the default.
-        candidates: schemes that may be chosen; empty for the default.
-        text: files of texts.
-        dataset: a dataset with texts, or None.
-    """
-
-    model: str | os.PathLike[str]
-    options: Recipe | Search
-    budget: str | None
-    context: int
-    engines: str | None
-    candidates: Sequence[str]
-    text: Sequence[str | os.PathLike[str]]
-    dataset: str | None
-
-    def command(self, name: str, is_scheme: bool) -> str:
-        """Return the command that makes a point: a scheme, "5.5bits", or by any other name what fits the budget."""
-        options = self.options
-        words = ["openquant", "compress", "-m", os.fspath(self.model)]
-        words += [word for pattern in options.ignore for word in ("--ignore", pattern)]
-        if options.quantize_lm_head:
-            words.append("--quantize-lm-head")
-        if options.quantize_embeddings:
-            words.append("--quantize-embeddings")
-        if options.kv_cache == "fp8":
-            words += ["--kv-cache", "fp8"]
-        if options.architecture:
-            words += ["--architecture", options.architecture]
-        if is_scheme:
-            return shlex.join([*words, "--scheme", name])
-
-        if name.endswith("bits") and not name.startswith("-"):
-            words += ["--fit", name]
-        else:
-            words += ["--fit", str(self.budget)]
-            if self.context != 8192:
-                words += ["--context", str(self.context)]
-        if self.engines:
-            words += ["--for", self.engines]
-        if self.candidates:
-            words += ["--candidates", ",".join(self.candidates)]
-        words += [word for path in self.text for word in ("--text", os.fspath(path))]
-        if self.dataset:
-            words += ["--dataset", self.dataset]
-        return shlex.join(words)
+# Options that every command repeats, and those that commands with --fit repeat.
+_OUTPUT = ("ignore", "quantize_lm_head", "quantize_embeddings", "kv_cache", "architecture")
+_MIXTURE = ("engines", "candidates", "text", "dataset")
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,15 +142,56 @@ class Points:
 
     Attributes:
         best: the scores of the units.
-        asked: what the commands repeat.
+        asked: values of options by name, which commands repeat.
+        budget: the value of --fit, or of --gpu; None if there is none.
         limit: bytes of all weights that fit; None if no GPUs are named.
         ratio: measured over predicted KL divergence, for points that were not measured.
     """
 
     best: BestMixtures
-    asked: Asked
+    asked: Mapping[str, Any]
+    budget: str | None
     limit: int | None
     ratio: float = 1.0
+
+    def command(self, name: str, is_scheme: bool) -> str:
+        """Return the command that makes a point: a scheme, "5.5bits", or by any other name what fits the budget."""
+        words = ["openquant", "compress", "-m", os.fspath(self.asked["model"]), *words_of_options(self.asked, _OUTPUT)]
+        if is_scheme:
+            return shlex.join([*words, "--scheme", name])
+
+        if name.endswith("bits") and not name.startswith("-"):
+            words += ["--fit", name]
+        else:
+            words += ["--fit", str(self.budget), *words_of_options(self.asked, ["context"])]
+        return shlex.join([*words, *words_of_options(self.asked, _MIXTURE)])
+
+    def result(
+        self, points: Iterable[Point], source: Source, corpus: Corpus, engines: str, gpu: str | None
+    ) -> SearchResult:
+        """Return the result with these points, the smallest first.
+
+        Args:
+            points: the points.
+            source: where the model comes from.
+            corpus: the texts that they were measured on.
+            engines: "vllm", "sglang" or "both".
+            gpu: the GPUs as they were named; None if none were.
+        """
+        plan = self.best.menu.plan
+        return SearchResult(
+            model=os.fspath(self.asked["model"]),
+            revision=source.revision,
+            architecture=plan.model.name,
+            source_bytes=summary.source_bytes(plan),
+            texts=corpus.described,
+            texts_sha256=corpus.sha256,
+            engines=engines,
+            gpu=gpu,
+            context=self.asked["context"],
+            limit=self.limit,
+            points=tuple(sorted(points, key=lambda point: (point.bytes, point.kl))),
+        )
 
     def point(
         self, name: str, mixture: Mixture, records: Sequence[DocumentRecord] | None, written: bool = False
@@ -255,10 +230,5 @@ class Points:
             shares={scheme: part / whole for scheme, part in sorted(weights.items())},
             fits=None if self.limit is None else nbytes <= self.limit,
             written=written,
-            command=self.asked.command(name, name in menu.plans),
+            command=self.command(name, name in menu.plans),
         )
-
-
-def sorted_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Sort points, the smallest first."""
-    return tuple(sorted(points, key=lambda point: (point.bytes, point.kl)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ class Session:
         directory: where scores and scratch files are.
         stream: whether shards are fetched as they are needed, and not kept.
         max_memory: bytes that the process may use; None for no limit.
-        ranks: the processes of the run, of which there is one.
         reporter: receives notes and progress.
     """
 
@@ -66,7 +64,6 @@ class Session:
     directory: Path
     stream: bool
     max_memory: int | None
-    ranks: Ranks
     reporter: Reporter
 
     @cached_property
@@ -97,31 +94,26 @@ class Session:
         return read_scores(self._target.path, self.menu.units, self._conditions)
 
     @cached_property
-    def _shapes(self) -> StreamedModel:
-        """The model, for its shapes."""
-        return self._model()
-
-    @cached_property
     def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
         from .scores import find_variants
 
-        return find_variants(self._shapes, self.menu.units)
-
-    @property
-    def _quantizes_head(self) -> bool:
-        return self.menu.plan.options.head
+        return find_variants(self._model(), self.menu.units)
 
     def steps(self, mixtures: int) -> list[MemoryStep]:
         """Estimate the memory of scoring, unless there are scores, and of comparing mixtures with the source."""
-        checkpoint = self.opened.checkpoint
-        head = self._quantizes_head
-        copies = min(mixtures, len(self.menu.plans))
-        steps = [mixtures_step(checkpoint, mixtures, copies, COMPARED[1], head)]
+        steps = [self._comparing(mixtures, COMPARED[1])]
         if self.kept is None:
-            corpus = self.scored
-            passes = 1 + len(self._variants[0])
-            steps.insert(0, scoring_step(checkpoint, passes, len(corpus.documents), corpus.length, head))
+            steps.insert(0, self._scoring(len(self._variants[0]), self.scored))
         return steps
+
+    def _comparing(self, mixtures: int, length: int) -> MemoryStep:
+        copies = min(mixtures, len(self.menu.plans))
+        return mixtures_step(self.opened.checkpoint, mixtures, copies, length, self.menu.plan.options.head)
+
+    def _scoring(self, mixtures: int, corpus: Corpus) -> MemoryStep:
+        documents = len(corpus.documents)
+        head = self.menu.plan.options.head
+        return scoring_step(self.opened.checkpoint, 1 + mixtures, documents, corpus.length, head)
 
     def scores(self, keeps_only: bool = False) -> Scores:
         """Measure the scores, or read those of an earlier run.
@@ -145,21 +137,18 @@ class Session:
                 "the mixture is not known without them: leave --dry-run out once, and the scores are kept",
             )
         if kept is not None:
-            self.reporter.on_note(f"--fit: scores of {len(kept.kl)} units from {target.path}")
+            self.reporter.on_note(f"--fit: scores of {len(kept)} units from {target.path}")
             return kept
 
         self.reporter.on_note(
             f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}"
         )
         mixtures, changes = self._variants
-        checkpoint = self._checkpoint(target.path, self._conditions)
+        checkpoint = self._checkpoint()
         if checkpoint is not None and checkpoint.saved is not None:
             self.reporter.on_note("--fit: an earlier run is continued")
 
         measured = self._measure(corpus, mixtures, changes, checkpoint)
-        if measured.unused:
-            self.reporter.on_note(f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens")
-
         scores = scores_of(self.menu.units, mixtures, changes, measured)
         target.write(scores_json(scores, self.menu.units, self._conditions))
         self.reporter.on_note(f"--fit: wrote {target.path}")
@@ -186,7 +175,7 @@ class Session:
         tokenizer = find_tokenizer(opened.source, opened.checkpoint)
         return read_corpus(wanted, tokenizer, purpose, vocabulary_of(opened.checkpoint))
 
-    def _checkpoint(self, target: Path, conditions: Mapping[str, str]) -> PassCheckpoint | None:
+    def _checkpoint(self) -> PassCheckpoint | None:
         """The file that interrupted scoring continues from; None if something else than arguments may go from layer to
         layer."""
         from ..streaming.pass_checkpoint import PassCheckpoint
@@ -194,8 +183,8 @@ class Session:
         if known_architecture(self.opened.checkpoint) is None:
             return None
         units = [[unit.modules, sorted(unit.choices)] for unit in self.menu.units]
-        about = {**conditions, "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest()}
-        return PassCheckpoint(part_path(target, self.ranks), about)
+        about = {**self._conditions, "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest()}
+        return PassCheckpoint(part_path(self._target.path, Ranks()), about)
 
     def _model(self) -> StreamedModel:
         from ..streaming.model import StreamedModel
@@ -214,23 +203,20 @@ class Session:
         opened = self.opened
         source = opened.source
         plan = self.menu.plan
-        passes = 1 + len(mixtures)
-        documents = len(corpus.documents)
         if changes:
             # All documents of a scoring go through a layer together, with their hidden states in memory.
             hidden = 0
-            step = scoring_step(opened.checkpoint, passes, documents, corpus.length, self._quantizes_head)
+            step = self._scoring(len(mixtures), corpus)
         else:
-            hidden = hidden_bytes(opened.checkpoint, passes * documents * corpus.length)
-            copies = _most_schemes(mixtures)
-            step = mixtures_step(opened.checkpoint, len(mixtures), copies, corpus.length, self._quantizes_head)
+            hidden = hidden_bytes(opened.checkpoint, (1 + len(mixtures)) * len(corpus.documents) * corpus.length)
+            step = self._comparing(len(mixtures), corpus.length)
         free = memory_left(self.max_memory, [step], refuse=False)
         fast = worth_compiling(plan) and (free is None or free > COMPILED_MEMORY)
 
         model = self._model()
         fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
         place = Scratch(self.directory, BUDGET if free is None else free - fast * COMPILED_MEMORY, self.stream)
-        with streamed_run([(source, fingerprint)], hidden, place, self.ranks, hashes=False, models=[model]) as scratch:
+        with streamed_run([(source, fingerprint)], hidden, place, Ranks(), hashes=False, models=[model]) as scratch:
             return measure_mixtures(
                 model,
                 self.menu.units,
@@ -243,15 +229,6 @@ class Session:
                 progress=self.reporter.on_progress,
                 checkpoint=checkpoint,
             )
-
-
-def _most_schemes(mixtures: Sequence[Mixture]) -> int:
-    """The most schemes that a unit has in mixtures."""
-    schemes: dict[int, set[str]] = {}
-    for mixture in mixtures:
-        for number, name in mixture.items():
-            schemes.setdefault(number, set()).add(name)
-    return max((len(names - {UNQUANTIZED}) for names in schemes.values()), default=0)
 
 
 SUFFIX = ".scores.json"
@@ -278,7 +255,7 @@ def scores_json(scores: Scores, units: Sequence[Unit], conditions: dict[str, Any
     """
     measured = [
         {"modules": list(unit.modules), "kl": {name: kl for name, kl in found.items() if name != UNQUANTIZED}}
-        for unit, found in zip(units, scores.kl, strict=True)
+        for unit, found in zip(units, scores, strict=True)
     ]
     return f"{json.dumps({_KEY: _VERSION, 'conditions': conditions, 'units': measured}, indent=1)}\n".encode()
 
@@ -296,22 +273,16 @@ def read_scores(path: Path, units: Sequence[Unit], conditions: dict[str, Any]) -
     """
     try:
         content = parse_json(read_small(path, str(path), _MOST), str(path))
-    except (OpenQuantError, OSError):
-        return None
-    if not isinstance(content, dict) or content.get(_KEY) != _VERSION or content.get("conditions") != conditions:
+        if content[_KEY] != _VERSION or content["conditions"] != conditions:
+            return None
+        scores = tuple({UNQUANTIZED: 0.0, **kept["kl"]} for kept in content["units"])
+        modules = [tuple(kept["modules"]) for kept in content["units"]]
+    except (OpenQuantError, OSError, LookupError, TypeError):
         return None
 
-    kept = content.get("units")
-    if not isinstance(kept, list) or len(kept) != len(units):
+    # Of other units, or in other schemes.
+    if modules != [unit.modules for unit in units] or any(
+        kl.keys() != unit.choices.keys() for unit, kl in zip(units, scores, strict=True)
+    ):
         return None
-
-    scores = []
-    for unit, found in zip(units, kept, strict=True):
-        kl = found.get("kl") if isinstance(found, dict) else None
-        names = unit.choices.keys() - {UNQUANTIZED}
-        if not isinstance(kl, dict) or kl.keys() != names or found.get("modules") != list(unit.modules):
-            return None
-        if not all(isinstance(value, float) and math.isfinite(value) and value >= 0 for value in kl.values()):
-            return None
-        scores.append({UNQUANTIZED: 0.0, **kl})
-    return Scores(tuple(scores))
+    return scores

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from ..formats.names import CacheScheme, SchemeName
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
-from ..options import CompareSchemes, document_options, flags_of, options_of, values_for
+from ..options import CompareSchemes, Search, document_options, flags_of, options_of, values_for
 from ..plan import summary
 from ..plan.architecture import ParallelSize, text_config
 from ..plan.decisions import PlanOptions
@@ -190,12 +190,7 @@ class _Table:
             quantized_source=stored,
             source_fits=source_fits,
             quantize_lm_head=self.request.quantize_lm_head,
-            best=None,
-            command=None,
             head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
-            calibrated=None,
-            mixture=None,
-            instead=None,
         )
 
         if best is not None:
@@ -456,17 +451,31 @@ class _Table:
 
     def _command(self, *words: str) -> str:
         """The command of compress with these options, and with those that were given here."""
-        given = ["openquant", "compress", "-m", os.fspath(self.request.model), *words]
-        for name in ("kv_cache", "quantize_lm_head", "quantize_embeddings", "architecture", "revision", "ignore"):
-            option = options_of(CompareSchemes)[name]
-            value = getattr(self.request, name)
-            for one in value if option.repeated else [value]:
-                if one == option.default:
-                    continue
-                given.append(flags_of(name, option)[0])
-                if option.value is not None:
-                    given.append(str(one))
-        return shlex.join(given)
+        given = ("kv_cache", "quantize_lm_head", "quantize_embeddings", "architecture", "revision", "ignore")
+        model = os.fspath(self.request.model)
+        return shlex.join(["openquant", "compress", "-m", model, *words, *words_of_options(vars(self.request), given)])
+
+
+def words_of_options(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the words of a command line for options of a search that differ from their defaults.
+
+    Args:
+        values: values of options by name, others among them.
+        names: names of options, in the order of the words.
+    """
+    words: list[str] = []
+    for name in names:
+        option = options_of(Search)[name]
+        value = values[name]
+        if name == "candidates":
+            value = [",".join(value)] if value else []
+        for one in value if option.repeated else [value]:
+            if one == option.default:
+                continue
+            words.append(flags_of(name, option)[0])
+            if option.value is not None:
+                words.append(os.fspath(one) if isinstance(one, os.PathLike) else str(one))
+    return words
 
 
 def _says_fp8_cache(checkpoint: Checkpoint) -> bool:
@@ -612,12 +621,12 @@ class FitTable:
     quantized_source: bool
     source_fits: bool | None
     quantize_lm_head: bool
-    best: SchemeName | None
-    command: str | None
-    head_schemes: Mapping[str, str]
-    calibrated: Calibrated | None
-    mixture: str | None
-    instead: str | None
+    best: SchemeName | None = None
+    command: str | None = None
+    head_schemes: Mapping[str, str] = field(default_factory=dict)
+    calibrated: Calibrated | None = None
+    mixture: str | None = None
+    instead: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them."""

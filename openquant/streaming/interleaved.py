@@ -20,17 +20,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from ..data.corpus import Corpus
 from ..errors import OpenQuantError
 from ..machine import give_memory_back, memory_used_again
 from . import transformers_internals
+from .hooks import ModuleHooks
 from .meta_model import REST
-from .model import StreamedModel
+from .model import (
+    Advanced,
+    PassProgress,
+    StreamedModel,
+    layer_costs,
+    limited_threads,
+    products_in_float32,
+    threads_for,
+)
 from .offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from .pass_checkpoint import PassCheckpoint
 
@@ -145,15 +156,11 @@ def run_interleaved(
             into memory at once.
 
     Raises:
-        SourceError: a weight is missing or cannot be read, or the checkpoint cannot be continued.
+        SourceError: a weight is missing or cannot be read.
         OutputError: hidden states or the checkpoint cannot be written.
         OpenQuantError: a unit cannot be computed.
         BaseException: what a body, `finished` or `after_unit` raised.
     """
-    if checkpoint is not None:
-        units = {unit for batch in batches for forward_pass in batch for unit in forward_pass.model.units}
-        checkpoint.require_units(units, until or "")
-
     suspended_batches = [
         [_SuspendedPass(forward_pass, at, number) for number, forward_pass in enumerate(batch)]
         for at, batch in enumerate(batches)
@@ -174,6 +181,63 @@ def run_interleaved(
         finally:
             for suspended in run.passes:
                 suspended.abandon()
+
+
+def run_with_hooks(
+    model: StreamedModel,
+    corpus: Corpus,
+    documents: Sequence[int],
+    body: Callable[[torch.Tensor], object],
+    hooks: ModuleHooks[Any],
+    *,
+    until: str,
+    after_unit: Callable[[str, int, int, torch.Tensor], None],
+    scratch: OffloadFile | None = None,
+    progress: Advanced | None = None,
+    checkpoint: PassCheckpoint | None = None,
+    recompute: Callable[[str], bool] | None = None,
+    readings: Mapping[str, int] | None = None,
+) -> None:
+    """Run documents through a model up to a layer, with hooks that see the inputs of its layers.
+
+    Args:
+        model: the model.
+        corpus: the texts, as tokens.
+        documents: numbers of the documents.
+        body: calls `model.model` with token ids, int64 [length].
+        hooks: are on while a layer is computed.
+        until: the last layer to compute.
+        after_unit: as in `run_interleaved`, with the place in `documents` as batch number.
+        scratch: file for hidden states that exceed its budget of memory; None keeps all in memory.
+        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
+            layers counts half.
+        checkpoint: file that waiting passes are saved to, and continued from if it has any.
+        recompute: as in `run_interleaved`.
+        readings: how often texts run through a layer, by its name; others count once.
+    """
+
+    @contextmanager
+    def observe() -> Iterator[None]:
+        with products_in_float32(model.device), hooks.on():
+            yield
+
+    texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
+    resumed = frozenset() if checkpoint is None else checkpoint.done
+    layers = model.layers[: model.layers.index(until) + 1]
+    costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
+    costs = {layer: cost * (readings or {}).get(layer, 1) for layer, cost in costs.items()}
+
+    with limited_threads(threads_for(model, corpus.length)):
+        run_interleaved(
+            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
+            finished=lambda *_: None,
+            after_unit=after_unit,
+            scratch=scratch,
+            until=until,
+            progress=PassProgress(costs, len(texts) * corpus.length, progress).layer_done,
+            checkpoint=checkpoint,
+            recompute=recompute,
+        )
 
 
 class _Driver:
@@ -262,7 +326,7 @@ class _Run(Generic[T]):
     def __post_init__(self) -> None:
         self.passes = [suspended for batch in self.batches for suspended in batch]
         self.driver = _Driver(list({id(suspended.model): suspended.model for suspended in self.passes}.values()))
-        self.store = HiddenStateStore(self.scratch, len(self.batches))
+        self.store = HiddenStateStore(self.scratch)
 
     def run(self) -> None:
         """Run all passes to their end, or through the last unit."""
@@ -370,8 +434,7 @@ class _Run(Generic[T]):
 
         for number, suspended in enumerate(self.passes):
             suspended.call = (), {}
-            with checkpoint.continuing():
-                self.driver.resume(suspended, checkpoint.zero_output(unit, number, model.device))
+            self.driver.resume(suspended, checkpoint.zero_output(unit, number, model.device))
             if suspended is self.batches[suspended.batch][-1]:
                 self.progress(unit, suspended.batch + 1, len(self.batches))
         return True

@@ -273,15 +273,11 @@ def scoring_step(checkpoint: Checkpoint, passes: int, documents: int, length: in
         SourceError: a scale is missing, or has another shape or dtype than config.json promises.
         PlanError: the quantization is not supported, or config.json does not describe it.
     """
-    weights = weight_memory(checkpoint)
     tokens = documents * length
     hidden = hidden_bytes(checkpoint, passes * tokens) + passes * documents * SUSPENDED
-    computed = 4 * WIDTHS * weights.width * length + COMPARISON
-    heads = max(weights.head, 2 * weights.whole_head if head else 0)
     # Logits of the source for all documents, and those of one more pass with copies in float32.
     logits = (2 * tokens + 12 * length) * (vocabulary_of(checkpoint) or 0)
-    nbytes = weights.rest + hidden + computed + FREED + max(2 * weights.layer, weights.table, heads + logits)
-    return MemoryStep("scoring units", nbytes)
+    return MemoryStep("scoring units", hidden + _quantized_pass(checkpoint, 2, length, logits, head))
 
 
 def mixtures_step(checkpoint: Checkpoint, mixtures: int, copies: int, length: int, head: bool) -> MemoryStep:
@@ -298,13 +294,18 @@ def mixtures_step(checkpoint: Checkpoint, mixtures: int, copies: int, length: in
         SourceError: a scale is missing, or has another shape or dtype than config.json promises.
         PlanError: the quantization is not supported, or config.json does not describe it.
     """
-    weights = weight_memory(checkpoint)
     hidden = hidden_bytes(checkpoint, (1 + mixtures) * length)
-    computed = 4 * WIDTHS * weights.width * length + COMPARISON
-    heads = max(weights.head, (1 + copies) * weights.whole_head if head else 0)
     logits = 12 * length * (vocabulary_of(checkpoint) or 0)
-    nbytes = weights.rest + hidden + computed + FREED + max((1 + copies) * weights.layer, weights.table, heads + logits)
+    nbytes = hidden + _quantized_pass(checkpoint, 1 + copies, length, logits, head)
     return MemoryStep(f"comparing {mixtures + 1} models", nbytes)
+
+
+def _quantized_pass(checkpoint: Checkpoint, copies: int, length: int, logits: int, head: bool) -> int:
+    """Bytes of a pass with so many copies of its quantized weights in memory, without its hidden states."""
+    weights = weight_memory(checkpoint)
+    computed = 4 * WIDTHS * weights.width * length + COMPARISON
+    heads = max(weights.head, copies * weights.whole_head if head else 0)
+    return weights.rest + computed + FREED + max(copies * weights.layer, weights.table, heads + logits)
 
 
 def _length_hint(length: int) -> str:

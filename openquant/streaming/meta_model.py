@@ -80,8 +80,12 @@ class MetaModel:
         device: the device it computes on, such as "cpu".
 
     Attributes:
-        model: the model. Placeholders have the shape, dtype and device of the weight and are NaN.
-        units: its units by module name, in the order of the model's modules.
+        dtype, device: what it computes in and on.
+        tensors: the lazy tensors.
+        model: transformers' model; call it with `use_cache=False`. Placeholders have the shape, dtype and device of the
+            weight and are NaN.
+        units: its embedding tables, decoder layers and output head by module name, in the order of the model's modules.
+            Layers of vision towers are among them, but text does not go through them.
         needs: the tensors of each unit and of REST.
         targets: for each tensor of the checkpoint, the parameter that it becomes or is a part of. Experts that the
             checkpoint has one by one and the model stacked are listed under the name of the stack.
@@ -190,7 +194,8 @@ class MetaModel:
             nearest[name] = units.get(module, REST)
         return nearest
 
-    def load(self, unit: str) -> None:
+    @torch.inference_mode()
+    def load_weights(self, unit: str) -> None:
         """Load the weights of a unit, or of REST. Its shards must be on disk.
 
         Raises:
@@ -246,7 +251,7 @@ class MetaModel:
         }
         self.tensors.replaced = replaced
         try:
-            self.load(unit)
+            self.load_weights(unit)
             return {name: self._get(name) for name in names if name in changed}
         finally:
             self.tensors.replaced = {}

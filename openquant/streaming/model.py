@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ LARGE_TABLE = 1 << 26
 LOOKUPS = 64
 
 
-class StreamedModel:
+class StreamedModel(MetaModel):
     """A checkpoint's model, of which only the weights that are being computed with are in memory.
 
     Args:
@@ -55,14 +54,9 @@ class StreamedModel:
 
     Attributes:
         checkpoint: the checkpoint.
-        dtype, device: what it computes in and on.
         scales: by unit, names of further tensors that are read with it, such as scales of inputs; none at first.
         shard_provider: provides the shards of each unit; by default from the checkpoint's directory. Set another
             before anything is loaded.
-        model: transformers' model, whose weights are placeholders while they are not loaded. Call it with
-            `use_cache=False`.
-        units: its embedding tables, decoder layers and output head, by module name. Layers of vision towers are among
-            them, but text does not go through them.
         quantized: the checkpoint's quantized weights, by module of `model`: "model.layers.0.mlp.up_proj". Stacked
             experts have the parameter's name, "model.layers.0.mlp.experts.gate_up_proj", and the first expert's weight.
         made_of: for each parameter, the tensors of the checkpoint that it is made of, by their unquantized names.
@@ -70,9 +64,6 @@ class StreamedModel:
             without embedding tables and the output head.
         order: names of the units in the order they are probably called: REST, embedding tables, the others.
         next_unit: for each unit, the one that is probably called next; REST after the last.
-        unexpected: tensors of the checkpoint that the model has no parameter for, such as MTP layers and KV cache
-            scales.
-        nbytes: bytes of all weights when they are loaded.
 
     Raises:
         SourceError: transformers has no such model, or refuses its config.json.
@@ -89,14 +80,9 @@ class StreamedModel:
         decoded, weights = decoded_view(checkpoint)
         self.checkpoint = checkpoint
         self.shard_provider: ShardProvider = LocalShards(checkpoint.root)
-        self.dtype = dtype or TORCH_DTYPES[compute_dtype(decoded)]
-        self.device = device
         self.scales: dict[str, list[str]] = {}
-
-        self._tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
-        self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
-        self.model: PreTrainedModel = self._meta.model
-        self.units: Mapping[str, nn.Module] = MappingProxyType(self._meta.units)
+        tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
+        super().__init__(decoded, tensors, dtype or TORCH_DTYPES[compute_dtype(decoded)], device)
 
         head = transformers_internals.output_head(self.model)
         self.layers = [
@@ -104,24 +90,15 @@ class StreamedModel:
         ]
         self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
         self.next_unit: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
-        self.unexpected = self._meta.unexpected
-        self.nbytes = self._meta.nbytes
 
-        made_of: dict[str, tuple[str, ...]] = {}
-        for tensor, target in self._meta.targets.items():
-            made_of[target] = (*made_of.get(target, ()), *self._tensors.pieces(tensor))
-        self.made_of: Mapping[str, tuple[str, ...]] = MappingProxyType(made_of)
-        self.quantized: Mapping[str, Weight] = MappingProxyType(
-            {
-                target.removesuffix(".weight"): weights[tensors[0]]
-                for target, tensors in made_of.items()
-                if tensors[0] in weights
-            }
-        )
-
-    def unit_of(self, name: str) -> str:
-        """Return the unit that a parameter or module belongs to; REST if none."""
-        return self._meta.unit_of(name)
+        self.made_of: dict[str, tuple[str, ...]] = {}
+        for tensor, target in self.targets.items():
+            self.made_of[target] = (*self.made_of.get(target, ()), *tensors.pieces(tensor))
+        self.quantized: Mapping[str, Weight] = {
+            target.removesuffix(".weight"): weights[pieces[0]]
+            for target, pieces in self.made_of.items()
+            if pieces[0] in weights
+        }
 
     def load(self, unit: str) -> None:
         """Load the weights of a unit, or with REST those outside of all units, once the shards of it are on disk.
@@ -131,34 +108,13 @@ class StreamedModel:
             OutputError: shards cannot be written, or another rank has failed.
         """
         self.shard_provider.wait_for(unit, lambda: False)
-        with torch.inference_mode():
-            self._meta.load(unit)
+        self.load_weights(unit)
         if unit == REST:
             self.shard_provider.release(unit)
 
-    def load_with(self, unit: str, replaced: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Make the parameters of a loaded unit from other tensors, and leave the unit as it is.
-
-        Args:
-            unit: its name.
-            replaced: what makes a tensor of the checkpoint in place of reading it, by its unquantized name.
-
-        Returns:
-            The parameters that are made of these tensors, by name.
-
-        Raises:
-            SourceError: a weight cannot be read.
-        """
-        with torch.inference_mode():
-            return self._meta.load_with(unit, replaced)
-
-    def with_parameters(self, parameters: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which these parameters are in the model, by name."""
-        return self._meta.with_parameters(parameters)
-
     def free(self, unit: str) -> None:
         """Replace the weights of a unit, or of REST, by placeholders. Streamed shards of it may then be deleted."""
-        self._meta.free(unit)
+        super().free(unit)
         if unit != REST:
             self.shard_provider.release(unit)
 
@@ -167,19 +123,8 @@ class StreamedModel:
         found = {}
         for unit in self.order:
             shards = {self.checkpoint.where[name].shard for name in self.scales.get(unit, ())}
-            found[unit] = sorted(shards.union(self._tensors.byte_ranges(self._meta.needs[unit].tensors)))
+            found[unit] = sorted(shards.union(self.tensors.byte_ranges(self.needs[unit].tensors)))
         return found
-
-    def nearest_units(self, names: Iterable[str]) -> dict[str, str]:
-        """Find units for tensors of the checkpoint that the model has no parameter for, such as KV cache scales.
-
-        Args:
-            names: the tensors.
-
-        Returns:
-            For each, the unit whose tensors share the longest prefix of modules with it; REST if none do.
-        """
-        return self._meta.nearest_units(names)
 
     def embed_in_pieces(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the input embedding's `forward`, with a few tokens at a time if its table is large.
@@ -233,11 +178,11 @@ class StreamedModel:
 
     def release_pages(self) -> None:
         """Drop the pages of mapped weights from memory, such as while another model computes."""
-        self._tensors.release_pages()
+        self.tensors.release_pages()
 
     def prefetch(self, unit: str) -> None:
         """Ask the system to read the weights of a unit in the background."""
-        self._tensors.prefetch(self._meta.needs[unit].tensors)
+        self.tensors.prefetch(self.needs[unit].tensors)
 
     @contextmanager
     def resident(self) -> Iterator[PreTrainedModel]:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +25,6 @@ LEAST = 1 << 16
 # Bytes that are offloaded before memory is given back to the system. malloc keeps freed memory and seldom reuses holes
 # of that size: with two layers of qwen3-1.7b's shapes it kept 0.17 GB.
 GIVEN_BACK = 1 << 26
-# File systems that keep files in memory.
-IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class OffloadFile:
@@ -38,15 +35,12 @@ class OffloadFile:
     Args:
         directory: the directory it is made in.
         budget: bytes of waiting passes' hidden states that stay in memory.
-        may_be_in_memory: whether its file system may keep files in memory, as the user named the directory.
 
     Raises:
-        OutputError: no file can be made there, or its file system is in memory.
+        OutputError: no file can be made there.
     """
 
-    def __init__(self, directory: Path, budget: int, may_be_in_memory: bool = False) -> None:
-        if not may_be_in_memory:
-            require_disk(directory, "hidden states")
+    def __init__(self, directory: Path, budget: int) -> None:
         self.directory = directory
         self.budget = budget
         with self._explain_errors("written"):
@@ -58,13 +52,7 @@ class OffloadFile:
     def __enter__(self) -> OffloadFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close and delete the file."""
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     @contextmanager
@@ -76,21 +64,6 @@ class OffloadFile:
                 f"hidden states cannot be {doing} in {self.directory}: {error.strerror or error}",
                 "free some space, or name another directory with --scratch",
             ) from error
-
-    def require_room(self, needed: int) -> None:
-        """Check that the file can grow to `needed` bytes.
-
-        Raises:
-            OutputError: the disk has less room.
-        """
-        with self._explain_errors("written"):
-            disk = os.fstatvfs(self._file.fileno())
-        room = disk.f_bavail * disk.f_frsize + self._end
-        if needed > room:
-            raise OutputError(
-                f"hidden states take {needed:,} bytes in {self.directory}, which has room for {room:,}",
-                "free some space, name another directory with --scratch, or use fewer or shorter texts",
-            )
 
     def write(self, data: memoryview) -> int:
         """Write bytes and return their offset in the file.
@@ -212,12 +185,10 @@ class HiddenStateStore:
 
     Args:
         scratch: the file, with its memory budget; None keeps all in memory.
-        batches: the number of batches.
     """
 
-    def __init__(self, scratch: OffloadFile | None, batches: int) -> None:
+    def __init__(self, scratch: OffloadFile | None) -> None:
         self._scratch = scratch
-        self._batches = batches
         # Bytes of each batch that waits in memory.
         self._in_memory: dict[int, int] = {}
         # Bytes offloaded since memory was last given back to the system.
@@ -242,7 +213,6 @@ class HiddenStateStore:
             self._in_memory[id(batch)] = size
             return
 
-        self._scratch.require_room(size * self._batches)
         for suspended in waiting:
             suspended.offloaded.offload(self._scratch)
         self._offloaded += size
@@ -259,35 +229,6 @@ class HiddenStateStore:
         if self._scratch is not None:
             for suspended in batch:
                 suspended.offloaded.restore(self._scratch)
-
-
-def require_disk(directory: Path, what: str) -> None:
-    """Refuse a directory whose file system keeps files in memory.
-
-    Args:
-        directory: a directory that the user did not name.
-        what: what would be written there, for the message: "hidden states".
-
-    Raises:
-        OutputError: its file system is in memory.
-    """
-    if file_system(directory) in IN_MEMORY:
-        raise OutputError(
-            f"{directory} is kept in memory, where there is no room for {what}",
-            "name a directory on a disk with --scratch",
-        )
-
-
-def file_system(directory: Path) -> str:
-    """Return the type of a directory's file system, such as "ext4"; "" if the system does not say."""
-    try:
-        number = directory.stat().st_dev
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    name = f"{os.major(number)}:{os.minor(number)}"
-    matches = (line.split(" - ") for line in lines if line.split()[2] == name)
-    return next((fields[-1].split()[0] for fields in matches), "")
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:

@@ -11,23 +11,20 @@ tests/calibration/test_observers.py checks this for every architecture of the re
     checkpoint.remove()
 
 The file begins with `_KIND`. Parts follow, each after its length as eight bytes, little-endian: the state, which says
-what is computed of which run; the further bytes of the caller; and the arguments of each pass. State and arguments are
-what torch.save writes. The last 32 bytes are the SHA-256 of all bytes before them.
+what is computed of which run, with what the caller has measured; and the arguments of each pass. All are what
+torch.save writes. The last 32 bytes are the SHA-256 of all bytes before them, so that a file whose digest is right is
+one that such a run has written.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import os
 import stat
-import tempfile
 import time
-import weakref
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -36,15 +33,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import OpenQuantError, OutputError, SourceError
+from ..errors import SourceError
 from ..files.destination import write_pieces
 from ..files.model_files import open_regular
-from ..machine import first_line
 
 # Least seconds between two saves, and least time between them as a multiple of what the last one took, so that saving
 # takes at most a twentieth of a run.
 EVERY, TIMES = 30.0, 20
-_KIND = b"openquant passes 2\n"
+_KIND = b"openquant passes 3\n"
 _DIGEST = hashlib.sha256().digest_size
 # Bytes hashed at a time.
 _PIECE = 1 << 22
@@ -63,29 +59,28 @@ class PassCheckpoint:
         path: the file. While it is written, `PATH.new` lies beside it.
         about: what must be the same for passes to be continued, by the name that messages have for it:
             {"texts": "5f70bf.."}.
-        extra: returns further bytes to save, such as observers' statistics; called whenever the file is written.
+        extra: returns what else is saved, such as observers' statistics: tensors and plain values in dicts and lists.
+            Called whenever the file is written.
 
     Attributes:
-        saved: the further bytes that an earlier run saved; None if there is no file, and passes start afresh.
+        saved: what `extra` returned in an earlier run; None if there is no file, and passes start afresh.
 
     Raises:
         SourceError: the file is damaged, or was saved with another `about`.
-        OutputError: another process uses the file.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, str], extra: Callable[[], bytes] = bytes) -> None:
+    def __init__(self, path: Path, about: Mapping[str, str], extra: Callable[[], Any] = dict) -> None:
         self.path = path
         self.extra = extra
-        self.saved: bytes | None = None
+        self.saved: Any = None
         self._new_path = path.with_name(f"{path.name}.new")
         self._about = about
         self._last_write = time.monotonic()
         self._write_seconds = 0.0
         # What each computed unit returned to each pass, with zeros in its tensors.
         self._outputs: dict[str, list[Any]] = {}
-        # The unit that passes were saved at, their number, and where in the file their arguments begin.
+        # The unit that passes were saved at, and where in the file their arguments begin.
         self._unit = ""
-        self._passes = 0
         self._calls_start = 0
         self._entered: set[str] = set()
         # Whether all that goes from unit to unit can be saved, and each unit is called once.
@@ -94,88 +89,33 @@ class PassCheckpoint:
         for name in (path, self._new_path):
             if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
                 raise SourceError(f"{name} is not a regular file", _AGAIN)
-        self._release_lock = self._take_lock()
         if os.path.lexists(path):
             self._read()
 
-    def _take_lock(self) -> Callable[[], object]:
-        """Refuse a file that another process uses. Returns what gives it free, as the end of this object does."""
-        # Not beside the file, where a killed run would leave it.
-        name = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()
-        path = Path(tempfile.gettempdir(), f"openquant-{name[:16]}.lock")
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError:
-            # Another user's, or nothing can be written.
-            return lambda: None
-
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            # Others say that this file system has no locks.
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return lambda: None
-            raise OutputError(
-                f"another run is using {self.path}", "wait until it has ended, or give another place"
-            ) from None
-        return weakref.finalize(self, _release, handle, path)
-
     def _read(self) -> None:
         """Read all but the arguments of the passes, once the digest is found to be right."""
-        with self.continuing(), self._open() as file:
+        with self._open() as file:
             if not _has_valid_digest(file):
-                raise ValueError("it is damaged or incomplete")
+                raise SourceError(f"{self.path} cannot be continued: it is damaged or incomplete", _AGAIN)
             if file.read(len(_KIND)) != _KIND:
-                raise ValueError("another version of openquant has saved it")
+                raise SourceError(f"{self.path} cannot be continued: another version of openquant has saved it", _AGAIN)
 
-            state = _load(_read_part(file))
-            about = dict(state["about"])
-            self._unit = state["unit"]
-            self._passes = state["passes"]
-            self._outputs = dict(state["outputs"])
-            self.saved = _read_part(file)
+            state = load(_read_part(file))
             self._calls_start = file.tell()
 
         for name, value in self._about.items():
-            if about.get(name) != value:
+            if state["about"].get(name) != value:
                 raise SourceError(
                     f"{self.path} is from a run with other {name}",
                     f"{_AGAIN}, or use the same {name}",
                 )
 
+        self._unit = state["unit"]
+        self._outputs = state["outputs"]
+        self.saved = state["measured"]
+
     def _open(self) -> BinaryIO:
         return open_regular(self.path, str(self.path), _AGAIN, links=False)
-
-    @contextmanager
-    def continuing(self) -> Iterator[None]:
-        """Turn errors that contents of the file cause inside this context into a SourceError that names the file."""
-        try:
-            yield
-        except OpenQuantError:
-            raise
-        except Exception as error:
-            raise SourceError(f"{self.path} cannot be continued: {first_line(error)[:200]}", _AGAIN) from None
-
-    def require_units(self, units: Collection[str], last: str) -> None:
-        """Check that the file fits the model and that some unit is left to compute.
-
-        Args:
-            units: names of the model's units.
-            last: the last unit to compute; "" if all are.
-
-        Raises:
-            SourceError: the file names a unit that the model does not have, or all units are computed.
-        """
-        if self.saved is None:
-            return
-
-        with self.continuing():
-            unknown = sorted({self._unit, *self._outputs} - set(units))
-            if unknown:
-                raise ValueError(f"the model has no {unknown[0]}")
-            if self._unit in self._outputs or last in self._outputs:
-                raise ValueError(f"no unit is left to compute at {self._unit}")
 
     @property
     def done(self) -> frozenset[str]:
@@ -191,30 +131,14 @@ class PassCheckpoint:
 
         Returns:
             Whether an earlier run computed the unit, so that it is skipped.
-
-        Raises:
-            SourceError: the unit comes before the one that passes were saved at, but was not computed.
         """
         self._supported = self._supported and unit not in self._entered
         self._entered.add(unit)
-        if not self._unit or unit == self._unit or is_embedding:
-            return False
-
-        with self.continuing():
-            if unit not in self._outputs:
-                raise ValueError(f"{unit} comes before {self._unit}, but was not computed")
-        return True
+        return self._unit not in ("", unit) and not is_embedding
 
     def refuse_units(self) -> None:
-        """Note that passes wait for different units: they are not saved from then on.
-
-        Raises:
-            SourceError: the file has passes, which were not saved in such a run.
-        """
+        """Note that passes wait for different units: they are not saved from then on."""
         self._supported = False
-        if self._unit:
-            with self.continuing():
-                raise ValueError(f"passes do not reach {self._unit} together")
 
     def zero_output(self, unit: str, number: int, device: str) -> Any:
         """Return what a computed unit returns, with zeros in its tensors, on a device such as "cpu".
@@ -237,27 +161,16 @@ class PassCheckpoint:
         Yields:
             (args, kwargs) for each pass, in the order of `waiting`; none if passes were saved at another unit. Dicts of
             the current arguments are updated in place.
-
-        Raises:
-            SourceError: the file has other passes, or arguments of another structure.
         """
         if unit != self._unit:
             return
 
         self._unit = ""
-        with self.continuing():
-            if self._passes != len(waiting):
-                raise ValueError(f"it has the arguments of {unit} for other passes")
-            file = self._open()
-        with file:
+        with self._open() as file:
             file.seek(self._calls_start)
             for call in waiting:
-                with self.continuing():
-                    # A copy, because what torch.load returns cannot be resized, and so not be offloaded.
-                    saved_call = _plain(_load(_read_part(file), device), torch.clone)
-                    if not _matches(saved_call, call):
-                        raise ValueError(f"{unit} is called with other arguments")
-                yield _put_in_place(saved_call, call)
+                # A copy, because what torch.load returns cannot be resized, and so not be offloaded.
+                yield _put_in_place(_plain(load(_read_part(file), device), torch.clone), call)
 
     def record_output(self, unit: str, output: Any) -> None:
         """Record structure, shapes and dtypes of what a unit returns to a pass; called for all passes, in their order.
@@ -301,34 +214,18 @@ class PassCheckpoint:
         self, unit: str, batches: list[list[Any]], in_memory: Callable[[int], Any]
     ) -> Iterator[bytes | memoryview]:
         """Yield the parts of the file, the arguments of one pass at a time."""
-        yield _dump(
-            {
-                "about": dict(self._about),
-                "unit": unit,
-                "passes": sum(map(len, batches)),
-                "outputs": self._outputs,
-            }
-        )
-        yield self.extra()
+        yield dump({"about": dict(self._about), "unit": unit, "outputs": self._outputs, "measured": self.extra()})
         for number, batch in enumerate(batches):
             with in_memory(number):
                 for call in batch:
                     # A copy, because of a view torch.save writes all that it is a view of.
-                    yield _dump(_plain(call, lambda tensor: tensor.clone(memory_format=torch.contiguous_format)))
+                    yield dump(_plain(call, lambda tensor: tensor.clone(memory_format=torch.contiguous_format)))
 
     def remove(self) -> None:
         """Delete the file, once all units are computed."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._new_path.unlink(missing_ok=True)
-        self._release_lock()
-
-
-def _release(handle: int, path: Path) -> None:
-    """Give a lock back and delete its file."""
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-    os.close(handle)
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -359,15 +256,15 @@ def _read_part(file: BinaryIO) -> bytes:
     return file.read(int.from_bytes(file.read(8), "little"))
 
 
-def _dump(value: Any) -> memoryview:
-    """What torch.save writes of a value."""
+def dump(value: Any) -> memoryview:
+    """Return what torch.save writes of a value: tensors and plain values in dicts, lists and tuples."""
     file = BytesIO()
     torch.save(value, file)
     return file.getbuffer()
 
 
-def _load(data: bytes, device: str = "cpu") -> Any:
-    """The value of what torch.save wrote; no code that the file names is run."""
+def load(data: bytes, device: str = "cpu") -> Any:
+    """Return the value of what `dump` wrote; no code that the data name is run."""
     return torch.load(BytesIO(data), map_location=device, weights_only=True)
 
 
@@ -395,20 +292,6 @@ def _plain(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if getattr(value, "holds_nothing", False):
         return None
     raise _UnsupportedError
-
-
-def _matches(saved: Any, current: Any) -> bool:
-    """Whether a saved value has the structure, types, shapes and dtypes of the current one.
-
-    A saved dict may have more keys, which units before this one added.
-    """
-    if isinstance(current, Tensor):
-        return isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (current.shape, current.dtype)
-    if isinstance(current, tuple):
-        return type(saved) is tuple and len(saved) == len(current) and all(map(_matches, saved, current))
-    if isinstance(current, (dict, UserDict)):
-        return type(saved) is dict and all(key in saved and _matches(saved[key], current[key]) for key in current)
-    return type(saved) is type(current) or (saved is None and hasattr(current, "holds_nothing"))
 
 
 def _put_in_place(saved: Any, current: Any) -> Any:

@@ -15,22 +15,27 @@ Models ask a ShardProvider for the shards of a unit, and say when they are done 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..hub.source import ShardSupply, Source, supply_shards
+from ..threads import in_threads
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
     from .model import StreamedModel
     from .offload import OffloadFile
 
+
+T = TypeVar("T")
 
 # Bytes of memory for hidden states of waiting passes, and for Hessians, without --max-memory.
 BUDGET = 4 << 30
@@ -170,14 +175,12 @@ class Scratch:
         directory: the directory of both.
         budget: bytes of hidden states that may stay in memory.
         stream: whether downloaded shards are kept in the directory until their last use, not in the Hub's cache.
-        is_named: whether the user named the directory, so that its file system may keep files in memory.
         processes: the number of processes that use the directory, each as much of it.
     """
 
     directory: Path
     budget: int
     stream: bool
-    is_named: bool = False
     processes: int = 1
 
 
@@ -205,7 +208,7 @@ def streamed_run(
         The file; None if all hidden states fit into the budget.
 
     Raises:
-        OutputError: no file can be made in the directory, or its file system is in memory.
+        OutputError: no file can be made in the directory.
         UsageError: its disk has too little space for streamed shards.
         SourceError: the disk of the Hub's cache has too little space, or a shard has changed.
     """
@@ -214,7 +217,7 @@ def streamed_run(
     scratch = None
     offloaded = 0
     if hidden > place.budget:
-        scratch = OffloadFile(place.directory, place.budget, place.is_named)
+        scratch = OffloadFile(place.directory, place.budget)
         offloaded = hidden
     needs = [(source, model.shards_by_unit()) for (source, _), model in zip(origins, models, strict=True)]
     with (
@@ -230,48 +233,14 @@ def streamed_run(
         fingerprint.require_unchanged()
 
 
-class DocumentRanks(Protocol):
-    """What is needed of ranks to share documents; distributed.Ranks has it.
-
-    Attributes:
-        rank: number of this process, from 0.
-        size: the number of processes.
-    """
-
-    rank: int
-    size: int
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Gather bytes in rank 0, which gets those of the other ranks in their order; others get an empty list.
-
-        Raises:
-            OutputError: another rank has failed.
-        """
-
-    def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
-        """All-gather a small value.
-
-        Args:
-            error: what stopped this rank, or None.
-            value: anything that JSON can hold.
-
-        Returns:
-            The value of each rank, in order of the ranks.
-
-        Raises:
-            Exception: `error`, if this rank has one.
-            OutputError: another rank has failed.
-        """
-
-
-def documents_of_rank(documents: int, ranks: DocumentRanks | None) -> range:
+def documents_of_rank(documents: int, ranks: Ranks) -> range:
     """Return the numbers of this rank's documents, every `size`-th of them.
 
     Args:
         documents: the number of documents.
-        ranks: the processes that share them; None for a single process, which has all documents.
+        ranks: the processes that share them.
     """
-    return range(documents) if ranks is None else range(ranks.rank, documents, ranks.size)
+    return range(ranks.rank, documents, ranks.size)
 
 
 class ShardProvider(Protocol):
@@ -315,3 +284,64 @@ class LocalShards:
 
     def release(self, what: str) -> None:
         """Do nothing, since the shards stay."""
+
+
+class Stopped(Exception):
+    """Raised in a thread to end its work, after another failed or the user interrupted."""
+
+
+def work_as_shards_arrive(
+    tasks: Sequence[tuple[str, T]],
+    provider: ShardProvider,
+    begin: Callable[[], Callable[[T], None]],
+    workers: int,
+    stopped: threading.Event,
+    ranks: Ranks | None = None,
+) -> None:
+    """Work on tasks in threads, each once its shards are on disk.
+
+    Args:
+        tasks: what each task needs, as the provider calls it, and the task. Shards of one name are released after the
+            last task that needs them.
+        provider: provides the shards.
+        begin: called in each thread; returns the function that does a task in it, which may raise Stopped.
+        workers: number of threads.
+        stopped: is set when the work is over, also if an interrupt or an error ends it.
+        ranks: what ends another rank ends the wait for a shard; None for a single process.
+
+    Raises:
+        SourceError: a shard cannot be downloaded.
+        OutputError: it cannot be written, or another rank has failed.
+        BaseException: what a task raised.
+    """
+    check = Ranks().check if ranks is None else ranks.check
+    waiting = iter(tasks)
+    remaining = Counter(what for what, _ in tasks)
+    # A second lock, since a thread may wait long for its next task.
+    taking = threading.Lock()
+    counting = threading.Lock()
+
+    def work() -> None:
+        do = begin()
+        while not stopped.is_set():
+            with taking:
+                what, task = next(waiting, (None, None))
+                if what is None:
+                    return
+                provider.wait_for(what, lambda: stopped.is_set() or attempt(check)[1] is not None)
+                check()
+            if stopped.is_set():
+                return
+
+            try:
+                do(cast(T, task))
+            except Stopped:
+                return
+
+            with counting:
+                remaining[what] -= 1
+                is_last = not remaining[what]
+            if is_last:
+                provider.release(what)
+
+    in_threads(work, min(workers, len(tasks)), stopped)

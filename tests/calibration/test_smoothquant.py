@@ -192,7 +192,7 @@ def transforms_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransf
     reader, calibration = opened(root), read_calibration(skewed(plan, root / "of"))
     parts = []
     for mapping in usable_mappings(plan).mappings:
-        scale = smoothquant_scale(mapping, plan, reader, calibration, exponent)
+        scale = smoothquant_scale(mapping, reader, plan, calibration, exponent)
         if not isinstance(scale, str):
             parts.append(apply_smoothing(mapping, scale, plan, reader))
     assert parts
@@ -352,13 +352,13 @@ def test_a_mapping_that_does_not_help_is_not_used(tmp_path: Path) -> None:
     reader = opened(source)
     [first, *_] = usable_mappings(plan).mappings
     assert (
-        smoothquant_scale(first, plan, reader, Calibration((), "", {}), 0.5)
+        smoothquant_scale(first, reader, plan, Calibration((), "", {}), 0.5)
         == "the calibration has no inputs of a layer"
     )
-    assert smoothquant_scale(first, plan, reader, Calibration(flat, "", {}), 0.5) == "all scales would be 1"
+    assert smoothquant_scale(first, reader, plan, Calibration(flat, "", {}), 0.5) == "all scales would be 1"
     few = tuple(replace(each, absmax=each.absmax * 100, square=each.square / 1e6) for each in flat)
     few[0].absmax[:] = 1
-    found = smoothquant_scale(first, plan, reader, Calibration(few, "", {}), 0.5)
+    found = smoothquant_scale(first, reader, plan, Calibration(few, "", {}), 0.5)
     assert isinstance(found, str)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any
 
 import jsonschema
 import pytest
@@ -18,7 +18,6 @@ import pytest
 from conftest import EXAMPLE, ROOT, run_openquant
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import VERBS, main
-from openquant.evaluation.types import OutputEvaluation
 from support.loopback_hub import LoopbackHub
 from support.task_files import write_lines
 
@@ -134,18 +133,6 @@ def test_every_key_is_documented(out, tmp_path, capsys, monkeypatch):
     require("push", json.loads(done.stdout))
 
 
-def typed(kind: Any, path: str) -> Iterator[tuple[str, bool]]:
-    """The paths of keys of a TypedDict, as docs/json.md has them, and whether each is always there."""
-    if is_typeddict(kind):
-        for name, inner in get_type_hints(kind).items():
-            yield f"{path}.{name}", name in kind.__required_keys__
-            yield from typed(inner, f"{path}.{name}")
-    elif get_origin(kind) is dict:
-        yield f"{path}.*", True
-    elif get_origin(kind) is list:
-        yield from typed(get_args(kind)[0], f"{path}[]")
-
-
 SCHEMAS = sorted(path.stem for path in (ROOT / "docs" / "schema").glob("*.json"))
 
 
@@ -167,15 +154,6 @@ def test_a_schema_has_the_keys_that_are_documented(subtests: pytest.Subtests) ->
 
 def test_every_verb_has_a_schema() -> None:
     assert {*SCHEMAS} == {*VERBS} - {"dequantize"} | {"error", "fit-search", "dry-run"}
-
-
-def test_the_types_of_an_evaluation_are_those_that_are_documented() -> None:
-    known = {
-        (path, not about.startswith("only "))
-        for path, about in documented("eval").items()
-        if path.startswith("outputs[].")
-    }
-    assert set(typed(OutputEvaluation, "outputs[]")) == known
 
 
 def test_every_verb_takes_json_and_stands_in_the_document() -> None:

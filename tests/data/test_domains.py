@@ -113,16 +113,6 @@ def test_a_line_is_read_only_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert refusal(path) == "a.jsonl line 2 is longer than 300,000 bytes"
 
 
-def test_a_file_without_lines_is_not_read_in_search_of_one(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with path.open("wb") as file:
-        # More than can be read within hours.
-        file.truncate(1 << 42)
-    with pytest.raises(SourceError) as caught:
-        open_file(path, "text").read(1 << 20)
-    assert caught.value.message == f"{path} has a line longer than 16,777,216 bytes, at byte {1 << 38:,}"
-
-
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes("Gr\xf6\xdfe".encode("latin-1"))

@@ -33,10 +33,10 @@ def written(path: Path, content: str) -> Path:
     return path
 
 
-def test_there_are_a_dozen_of_our_own(plain: Tokenizer, chatty: Tokenizer) -> None:
+def test_there_are_four_of_our_own(plain: Tokenizer, chatty: Tokenizer) -> None:
     for tokenizer in (plain, chatty):
         found = read_prompts(None, tokenizer)
-        assert len(found) == len({prompt.ids for prompt in found}) == 12
+        assert len(found) == len({prompt.ids for prompt in found}) == 4
         for prompt, (said, text) in zip(found, BUILT_IN, strict=True):
             if tokenizer is chatty:
                 assert prompt.text == said

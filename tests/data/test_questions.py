@@ -72,11 +72,8 @@ def test_errors_name_the_line(tmp_path: Path, subtests: pytest.Subtests) -> None
         (b"{", "t.jsonl line 2 is not valid JSON: "),
         (b"[" * 100 + b"]" * 100, "t.jsonl line 2 is nested more than 64 levels deep"),
         ({**LINE, "question": 3}, "t.jsonl line 2: question is 3, not a text"),
-        ({**LINE, "question": "x" * (1 << 19)}, "t.jsonl line 2: question has more than 262,144 characters"),
-        ({**LINE, "question": "\ud800"}, "t.jsonl line 2: question is '\\ud800', which is no Unicode text"),
-        ({**LINE, "choices": ["a"]}, "t.jsonl line 2: choices is ['a'], not a list of 2 to 1000 texts"),
-        ({**LINE, "choices": ["a", " "]}, "t.jsonl line 2: a choice is ' ', which is empty"),
-        ({**LINE, "choices": ["a", "a"]}, "t.jsonl line 2: two choices are equal"),
+        ({**LINE, "choices": ["a"]}, "t.jsonl line 2: choices is ['a'], not a list of texts"),
+        ({**LINE, "choices": ["a", 7]}, "t.jsonl line 2: a choice is 7, not a text"),
         ({**LINE, "answer": 2}, "t.jsonl line 2: answer is 2, neither a choice nor the index of one"),
         ({**LINE, "answer": True}, "t.jsonl line 2: answer is True, neither a choice nor the index of one"),
         ({**LINE, "answer": "c"}, "t.jsonl line 2: answer is 'c', neither a choice nor the index of one"),
@@ -106,14 +103,12 @@ def test_errors_name_the_example(tmp_path: Path) -> None:
         ({"examples": [{"input": "Why?", "target": "a"}]}, "t.json has no example with target_scores: "),
         ({"examples": [EXAMPLE, 3]}, "t.json example 2 is 3, not a JSON object"),
         (one(input=None), "t.json example 1: input is None, not a text"),
-        (one(target_scores={"a": 1}), "t.json example 1: target_scores is {'a': 1}, not 2 to"),
-        (one(target_scores={"a": 1, "": 0}), "t.json example 1: a choice is '', which is empty"),
+        (one(target_scores={"a": 1}), "t.json example 1: target_scores is {'a': 1}, not choices with scores"),
         (
             one(target_scores={"a": 1, "b": "0"}),
             "t.json example 1: the score of 'b' is '0', not a number from 0 to 1",
         ),
         (one() | {"choice_prefix": 1}, "t.json: choice_prefix is 1, not a text"),
-        (one() | {"append_choices_to_input": 1}, "t.json: append_choices_to_input is 1, not true or false"),
     ):
         file.write_text(json.dumps(task))
         with pytest.raises(SourceError) as caught:

@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from conftest import EXAMPLE
-from openquant.data.sandbox import Bounds, render
+from openquant.data import sandbox
+from openquant.data.sandbox import render
 from openquant.errors import SourceError
 
 CHATML = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}
@@ -25,8 +26,13 @@ CHATS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 3)
+
+
 def rendered(template: str) -> list[str]:
-    return render(template, CHATS[:1], ["prompts.jsonl line 7"], bounds=Bounds(cpu=1))
+    return render(template, CHATS[:1], ["prompts.jsonl line 7"])
 
 
 def refusal(template: str) -> str:
@@ -57,7 +63,7 @@ def test_it_is_always_the_same_day() -> None:
 )
 def test_a_template_that_does_not_end_is_ended(template: str) -> None:
     begun = time.monotonic()
-    assert refusal(template) == "the model's chat template did not end within 1 seconds of processor time"
+    assert refusal(template) == "the model's chat template did not end within 3 seconds"
     assert time.monotonic() - begun < 40
 
 
@@ -69,7 +75,6 @@ def test_a_template_that_fails_is_named(subtests: pytest.Subtests) -> None:
             "more memory",
         ),
         ("{{ 'a' * 10**12 }}", "it takes more memory than it may"),
-        ("{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "it makes more than 67,108,864 characters"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ raise_exception('only\x1b[2J \u202eusers') }}", "'only\\x1b[2J \\u202eusers'"),
         ("{% include '/etc/passwd' %}", "no loader for this environment specified"),

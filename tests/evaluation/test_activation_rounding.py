@@ -174,15 +174,15 @@ def test_activations_beyond_a_stored_scale_are_counted_by_module() -> None:
     with rounding.on():
         model[0](x)
         model[1](input=x)
-    assert clipped.counts() == [["0", 3, 8], ["1", 1, 8]]
-    assert clipped.share(lambda place: isinstance(place, str)) == 3 / 8
-    assert clipped.share(lambda place: place == "1") == 1 / 8
-    assert clipped.share(lambda place: place == "2") == 0
+    assert clipped.counts == {"0": (3, 8), "1": (1, 8)}
+    assert clipped.largest(lambda place: isinstance(place, str)) == 3 / 8
+    assert clipped.largest(lambda place: place == "1") == 1 / 8
+    assert clipped.largest(lambda place: place == "2") is None
     others = ClippedCount()
-    others.add_counts([["1", 7, 8], ["2", 0, 0]])
-    others.add_counts(clipped.counts())
-    assert others.counts() == [["1", 8, 16], ["2", 0, 0], ["0", 3, 8]]
-    assert others.share(lambda place: place != "0") == 0.5
+    others.merge({"1": (7, 8), "2": (0, 0)})
+    others.merge(clipped.counts)
+    assert others.counts == {"1": (8, 16), "2": (0, 0), "0": (3, 8)}
+    assert others.largest(lambda place: place != "0") == 0.5
 
 
 def test_what_several_layers_read_is_rounded_for_each_as_it_is_quantized() -> None:
@@ -275,9 +275,9 @@ def test_keys_and_values_beyond_a_stored_scale_are_counted_by_layer() -> None:
     states = torch.full((1, 1, 2, 32), 448.0)
     states[0, 0, 0, :3] = 449
     cache.update(states, states, 0)
-    assert clipped.counts() == [[0, 3, 128]]
+    assert clipped.counts == {0: (3, 128)}
     cache.update(states, -states, 1)
-    assert clipped.counts() == [[0, 3, 128], [1, 128, 128]]
+    assert clipped.counts == {0: (3, 128), 1: (128, 128)}
 
 
 def test_a_continuation_reads_all_rounded_keys_and_values() -> None:

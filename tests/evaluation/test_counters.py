@@ -45,7 +45,7 @@ def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: 
     assert [routes.share("model.layers.1", number) for number in (1, 2)] == [0, expected]
     assert routes.share("model.layers.0", 1) is None
     # As another process that counted the same adds it.
-    routes.add_counts(routes.counts())
+    routes.merge(dict(routes.counts))
     assert routes.share("model.layers.1", 2) == expected
 
 
@@ -60,7 +60,7 @@ def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
         other.add("layers.0", number, hidden)
     assert mine.mean("layers.0", 1) == pytest.approx(1.2 / 3)
     assert other.mean("layers.0", 1) == 2
-    mine.add_counts(other.counts())
+    mine.merge(other.sums)
     assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 4)
     assert mine.mean("layers.0", 2) == 0
     mine.add("layers.0", 0, source)

@@ -146,7 +146,7 @@ ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32))]
 corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
 source, output = (ModelUnderTest(Path(path).name, open_checkpoint(Path(path))) for path in sys.argv[1:3])
 with Ranks.from_environment(os.environ) as ranks:
-    settings = EvaluationSettings(kv_cache="fp8", ranks=ranks if ranks.size > 1 else None)
+    settings = EvaluationSettings(kv_cache="fp8", ranks=ranks)
     found = compare_outputs(source, [output], corpus, settings)
     ranks.agree(None)
 print(json.dumps([found.to_json(), found.notes]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import shutil
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,7 +29,6 @@ from openquant.hub.source import Source
 from openquant.options import Evaluate
 from openquant.report import html
 from openquant.report.text import evaluation_text
-from openquant.streaming import offload
 from openquant.streaming.offload import OffloadFile
 from support.reporters import Told
 
@@ -341,7 +338,6 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_what_memory_has_no_room_for_waits_beside_the_output(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "file_system", lambda _: "ext4")
     places = spied(monkeypatch)
     (tmp_path / "there").mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -353,31 +349,10 @@ def test_what_memory_has_no_room_for_waits_beside_the_output(
     assert set(places) == {output.parent}
     assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
     places.clear()
-    # A place that is named may be memory.
-    monkeypatch.setattr(offload, "file_system", lambda _: "tmpfs")
     evaluate([output], EXAMPLE, **LONGER, no_prompts=True, scratch=tmp_path / "there")
     assert set(places) == {tmp_path / "there"}
-    message = f"{output.parent} is kept in memory, where there is no room for hidden states"
-    assert refused(OutputError, output) == message
     assert list((tmp_path / "there").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "roomy.json", "tight.json"])
-
-
-def test_a_disk_without_room_is_told_before_layers_are_computed(
-    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = os.fstatvfs
-
-    def little(handle: int) -> Any:
-        return SimpleNamespace(f_bavail=1, f_frsize=found(handle).f_frsize)
-
-    def advanced(done: int, total: int) -> None:
-        assert done <= total // 6, "embeddings are looked up, no layer is computed"
-
-    monkeypatch.setattr(offload, "os", SimpleNamespace(**{**vars(os), "fstatvfs": little}))
-    monkeypatch.setattr(evaluation, "BUDGET", 1)
-    message = refused(OutputError, output, **LONGER, scratch=tmp_path, reporter=Told(advanced))
-    assert message.startswith("hidden states take ") and f" bytes in {tmp_path}, which has room for " in message
 
 
 # Says when hidden states are first brought back, in the middle of an evaluation.
@@ -423,14 +398,3 @@ def test_the_place_of_what_comes_from_the_hub(tmp_path: Path) -> None:
     assert _scratch_directory(asked, [far, far, near]) == tmp_path / "models"
     assert _scratch_directory(asked, [near, far]) == Path()
     assert _scratch_directory(Evaluate(["out"], "org/name", scratch="there"), [far, near]) == Path("there")
-
-
-def test_shards_do_not_come_into_memory_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "file_system", lambda _: "tmpfs")
-    far = Source(tmp_path, "name", "org/name", "0" * 40, {"a": SimpleNamespace(size=1)})  # type: ignore[dict-item]
-    near = Source(tmp_path / "out", "out", None, None)
-    with pytest.raises(OutputError) as caught:
-        _scratch_directory(Evaluate(["out"], "org/name", stream=True), [far, near])
-    assert caught.value.message == f"{tmp_path} is kept in memory, where there is no room for shards"
-    for options in ({"stream": True, "scratch": tmp_path}, {}):
-        assert _scratch_directory(Evaluate(["out"], "org/name", **options), [far, near]) == tmp_path  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_the_floor_lies_below_all_and_a_source_beside_itself_is_the_same(found: 
 def test_it_is_the_same_again_alone_and_from_a_scratch_file(
     found: Mapping[str, Any], converted: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+    with OffloadFile(tmp_path, 0) as scratch:
         again = judge(EXAMPLE, converted["channel"], streamed=lambda *_: nullcontext(scratch)).outputs[0]
     assert json.dumps(again) == json.dumps(found["channel"])
     other = judge(EXAMPLE, converted["channel"], seed=1).outputs[0]

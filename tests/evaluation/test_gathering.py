@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
+from openquant.distributed import Ranks
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.kl import DocumentRecord
-from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest, pack_records, unpack_records
+from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.session import documents_of_rank
 from support import small_checkpoints
 
-DOCUMENTS = tuple(Document(f"domain {at}", f"text {at}", (3 * at, 7 * at, 5)) for at in range(5))
-
 
 @dataclass
-class First:
+class First(Ranks):
     """The first of two processes, which gets what the other gave."""
 
-    data: bytes
-    rank: int = 0
     size: int = 2
+    data: bytes = b""
 
     def gather(self, data: bytes) -> list[bytes]:
         del data
@@ -43,7 +39,7 @@ class Given(Exception):
 
 
 @dataclass
-class Second:
+class Second(Ranks):
     """The other."""
 
     rank: int = 1
@@ -56,32 +52,11 @@ class Second:
         raise AssertionError(error, fact)
 
 
-def record(at: int, seed: int) -> DocumentRecord:
-    chance = np.random.default_rng(seed)
-    figures, flags = chance.standard_normal((4, 2)), chance.random((2, 2)) < 0.5
-    return DocumentRecord(DOCUMENTS[at].domain, DOCUMENTS[at].name, *figures, *flags)
-
-
 def test_every_document_is_one_process_s() -> None:
-    assert list(documents_of_rank(5, None)) == [0, 1, 2, 3, 4]
-    assert list(documents_of_rank(5, First(b""))) == [0, 2, 4]
+    assert list(documents_of_rank(5, Ranks())) == [0, 1, 2, 3, 4]
+    assert list(documents_of_rank(5, First())) == [0, 2, 4]
     assert list(documents_of_rank(5, Second())) == [1, 3]
     assert list(documents_of_rank(1, Second())) == []
-
-
-def test_what_travels_arrives_bit_by_bit() -> None:
-    records = {1: {3: record(3, 0), 1: record(1, 1)}, 12: {3: record(3, 2), 1: record(1, 3)}}
-    records[1][3].kl[0] = 1 / 3
-    counts = {"distances": [["layer", 1, [0.1, 1 / 3], 2]], "clipped": [[]]}
-    found, told = unpack_records(pack_records(records, counts), DOCUMENTS)
-    assert told == counts
-    assert {number: list(each) for number, each in found.items()} == {1: [3, 1], 12: [3, 1]}
-    for number, of in found.items():
-        for at, each in of.items():
-            for field in fields(DocumentRecord):
-                mine, theirs = getattr(records[number][at], field.name), getattr(each, field.name)
-                assert np.array_equal(mine, theirs)
-                assert getattr(mine, "dtype", str) == getattr(theirs, "dtype", str)
 
 
 def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
@@ -93,13 +68,13 @@ def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
     ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32)), tuple(range(32))]
     corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
 
-    def found(team: First | Second | None) -> Evaluation:
+    def found(team: Ranks) -> Evaluation:
         subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, tmp_path / "out")]
         return compare_outputs(subjects[0], subjects[1:], corpus, EvaluationSettings(kv_cache="fp8", ranks=team))
 
     with pytest.raises(Given) as given:
         found(Second())
-    alone = found(None)
-    assert found(First(given.value.args[0])) == alone
+    alone = found(Ranks())
+    assert found(First(data=given.value.args[0])) == alone
     assert alone.outputs[0]["layers"][1]["routed_otherwise"] > 0
     assert any("static scales clip" in each for each in alone.outputs[0]["reasons"])

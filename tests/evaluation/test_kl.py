@@ -13,14 +13,13 @@ from openquant.errors import SourceError
 from openquant.evaluation.kl import (
     EDGES,
     DocumentRecord,
-    ModelNames,
     bootstrap_interval,
     compare_logits,
     kl_histogram,
     summarize,
 )
 
-MODELS = ModelNames("source", "output")
+MODELS = ("source", "output")
 VOCABULARY, LENGTH, DOCUMENTS = 500, 150, 6
 
 

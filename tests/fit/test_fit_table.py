@@ -246,8 +246,7 @@ def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
 def test_a_mixture_that_is_offered_is_one_that_compress_takes(model: Path) -> None:
     """The budget of the offered command leaves more than the best scheme takes."""
     plan = make_plan(open_checkpoint(model), SCHEMES["int4"])
-    config = plan.source.config
-    limit = weights_on_gpus(read_budget("5090"), plan, config, 16384, False)
+    limit = weights_on_gpus(read_budget("5090"), plan, 16384, False)
     rows = {row.scheme: row.bytes for row in table(model, "5090", context="16k").schemes}
     assert rows["int5"] < limit < rows["int6"]
 
@@ -507,7 +506,7 @@ def test_a_context_is_no_longer_than_the_model_allows() -> None:
         allowed_context(8193, 2048)
     plan = make_plan(open_checkpoint(EXAMPLE), SCHEMES["int4"])
     with pytest.raises(PlanError, match="max_position_embeddings is 2,048$"):
-        weights_on_gpus(read_budget("24GB"), plan, plan.source.config, 9000, False)
+        weights_on_gpus(read_budget("24GB"), plan, 9000, False)
 
 
 def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
@@ -521,7 +520,7 @@ def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
     serving = summary.serving(plan)
     assert serving is not None and serving[1].cache is not None
     cached = serving[1].cache.sequence(1024, False)
-    limit = weights_on_gpus(budget, plan, plan.source.config, 1024, False)
+    limit = weights_on_gpus(budget, plan, 1024, False)
     assert limit == int(2.2e9 * UTILIZATION) - OVERHEAD - cached + unloaded
     [row] = [row for row in fit_table(tmp_path / "mtp", "2.2GB", context=1024).schemes if row.scheme == "int4"]
     room = int(2.2e9 * UTILIZATION) - OVERHEAD - loaded

@@ -7,7 +7,6 @@ Each kind is a function that damages a file, and gives what reads it, a command,
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -278,18 +277,10 @@ def passes(case: Case) -> Trial:
     from openquant.streaming.pass_checkpoint import PassCheckpoint
     from openquant.weights.statistics import read_calibration
 
-    sealed = case.rng.random() < 0.8
-    data = case.sound.part
-    if sealed:
-        data = damaged_passes(case, data)
-    else:
-        case.done.append("not sealed")
-        data = raw(case.rng, data)
-    path = case.write("x.part", data)
+    path = case.write("x.part", raw(case.rng, case.sound.part))
 
     def read() -> object:
-        kept = PassCheckpoint(path, {})
-        kept.require_units(["", "model.embed_tokens", "model.layers.0", "model.layers.1"], "model.layers.1")
+        PassCheckpoint(path, {})
         # What runs a model with it takes far longer.
         if case.rng.random() < 0.2:
             calibrate(case.sound.model, case.here / "x", text=[case.sound.text], samples=2, length=32)
@@ -301,32 +292,10 @@ def passes(case: Case) -> Trial:
         read_calibration(case.here / "x")
         if [each.name for each in case.here.iterdir()] != ["x"]:
             return "passes are left"
-        return None if sealed else same(case.here / "x", case.sound.calibration)
+        return same(case.here / "x", case.sound.calibration)
 
     words = ["calibrate", str(case.sound.model), "-o", "x", *case.sound.texts]
     return Trial(read, words, holds, ("x", "x.part", "x.part.new"))
-
-
-def damaged_passes(case: Case, data: bytes) -> bytes:
-    """The file of passes, damaged and with a digest that says it is sound."""
-    from support.killed import parts_of_passes, sealed_passes
-
-    parts = parts_of_passes(data)
-    number = case.rng.randrange(len(parts))
-    if number == 1 and parts[1]:
-        # Of what went into layers it is a safetensors file.
-        parts[1] = damaged_file(case, with_nothing(parts[1]), "x")
-    else:
-        case.done.append(f"part {number}")
-        parts[number] = raw(case.rng, parts[number])
-    return sealed_passes(parts)
-
-
-def with_nothing(data: bytes) -> bytes:
-    """A safetensors file with metadata, which can be damaged."""
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps({"__metadata__": {"x": "{}"}, **json.loads(data[8 : 8 + length])}).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def raw(rng: random.Random, data: bytes) -> bytes:
@@ -354,13 +323,7 @@ def rounded(case: Case) -> Trial:
     for name, data in case.sound.rounded.items():
         (folder / name).write_bytes(data)
     name = case.rng.choice(sorted(case.sound.rounded))
-    data, sealed = case.sound.rounded[name], case.rng.random() < 0.7
-    if name.endswith(".passes"):
-        data = damaged_passes(case, data)
-    elif sealed:
-        data = resealed(damaged_file(case, data, ROUNDED))
-    else:
-        data = raw(case.rng, data)
+    data = raw(case.rng, case.sound.rounded[name])
     done = f"{name}: {case.done}"
     if case.rng.random() < 0.1:
         name = case.rng.choice(
@@ -383,7 +346,7 @@ def rounded(case: Case) -> Trial:
         return layers.places()
 
     def holds(code: int) -> str | None:
-        if code == 0 and not sealed and (worse := same(case.here / "out" / SHARD, case.sound.shard)):
+        if code == 0 and (worse := same(case.here / "out" / SHARD, case.sound.shard)):
             return worse
         return _verifies(case)(code)
 
@@ -394,21 +357,6 @@ def rounded(case: Case) -> Trial:
 def facts_of(data: bytes) -> Any:
     length = int.from_bytes(data[:8], "little")
     return json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROUNDED])
-
-
-def resealed(data: bytes) -> bytes:
-    """A file of rounded layers with the digest that it should have, if it can have one."""
-    from openquant.errors import SourceError
-    from openquant.files.shardfile import read_header
-
-    try:
-        _, tensors = read_header(lambda offset, length: data[offset : offset + length], len(data), "it")
-        facts = facts_of(data)
-        digest = hashlib.sha256(json.dumps([facts["about"], [info for info, _ in tensors]]).encode())
-        digest.update(data[tensors[0][1] :] if tensors else b"")
-        return with_facts(data, ROUNDED, lambda _: json.dumps({**facts, "sha256": digest.hexdigest()}))
-    except (SourceError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return data
 
 
 OPTIONS: dict[str, Any] = {

@@ -178,8 +178,7 @@ def test_repositories_are_evaluated_through_a_few_shards_of_disk(hub, job, expec
 
 def test_ranks_stream_each_for_itself_beside_an_output_of_this_machine(job, output, expected, tmp_path):
     here = shutil.copytree(output, tmp_path / "there" / "out")
-    disk = "from openquant.streaming import offload\noffload.IN_MEMORY = ()\n"
-    ranks = [begin(job, tmp_path, here, *FROM_HUB[:-1], rank=rank, size=2, first=disk) for rank in range(2)]
+    ranks = [begin(job, tmp_path, here, *FROM_HUB[:-1], rank=rank, size=2) for rank in range(2)]
     assert [end(rank)[0] for rank in ranks] == [0, 0]
     assert named(json.loads((here / EVAL_FILE).read_text()), "name", "out") == expected["outputs"][0]
     assert [path.name for path in here.parent.iterdir()] == ["out"]

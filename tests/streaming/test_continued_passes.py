@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import pass_checkpoint
 from openquant.streaming.hooks import TextCache
@@ -91,7 +90,3 @@ def test_passes_that_wait_for_different_units_are_not_saved(shelf: Shelf, tmp_pa
 
     run_both(tmp_path / "x.part")
     assert not list(tmp_path.iterdir())
-    run(models[0], PassCheckpoint(tmp_path / "y.part", {}))
-    with pytest.raises(SourceError) as caught:
-        run_both(tmp_path / "y.part")
-    assert caught.value.message == f"{tmp_path / 'y.part'} cannot be continued: passes do not reach lm_head together"

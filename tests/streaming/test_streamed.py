@@ -97,7 +97,7 @@ def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: 
     batches = [torch.randint(10, 500, (2, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     expected = streamed_logits(model, batches)
     for budget in (0, 300_000):
-        with OffloadFile(tmp_path, budget, may_be_in_memory=True) as scratch:
+        with OffloadFile(tmp_path, budget) as scratch:
             assert all_equal(streamed_logits(model, batches, scratch=scratch), expected), budget
             assert scratch._end > 0
 
@@ -106,7 +106,7 @@ def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
     hidden = torch.randn(64, 1024)
     view, value = hidden.view(-1), hidden.clone()
     held = OffloadedTensors()
-    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+    with OffloadFile(tmp_path, 0) as scratch:
         assert held.track(((hidden, torch.zeros(3)), {"again": view})) == hidden.nbytes
         held.offload(scratch)
         assert hidden.untyped_storage().nbytes() == 0
@@ -129,7 +129,7 @@ def test_a_pass_ends_with_its_last_unit_and_holds_nothing(model: StreamedModel, 
 
     gc.disable()
     try:
-        with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+        with OffloadFile(tmp_path, 0) as scratch:
             passes = [[forward(model, ids)] for ids in BATCHES]
             run_interleaved(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
     finally:
@@ -154,8 +154,8 @@ class Waiting:
 def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Path) -> None:
     groups = [[Waiting()] for _ in range(8)]
     budget = 10 * groups[0][0].in_memory
-    with OffloadFile(tmp_path, budget, may_be_in_memory=True) as scratch:
-        store = HiddenStateStore(scratch, len(groups))
+    with OffloadFile(tmp_path, budget) as scratch:
+        store = HiddenStateStore(scratch)
         for group in groups:
             store.offload(group)
         assert scratch._end == 0
