@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -325,11 +325,12 @@ class Claim:
                 shutil.rmtree(scratch)
         self._write_journal(done=True)
 
-    def renew(self) -> None:
-        """Record the current stamps of the source, once finished shards are known to be what it gives."""
-        journal = read_journal(self._path)
-        self._write_journal(done=journal is not None and journal["done"])
-        self.changed_sources = frozenset()
+    def discard(self, outdated: Iterable[str]) -> None:
+        """Remove shards that were made from an earlier source, and record the source of those that take their place."""
+        for name in ("config.json", *outdated):
+            with output_errors(self._path / name, "removed"):
+                (self._path / name).unlink(missing_ok=True)
+        self._write_journal(done=False)
 
     def _write_journal(self, done: bool) -> None:
         self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
@@ -434,7 +435,7 @@ class Claim:
         if not self._overwrite:
             recorded = journal.get("sources", {})
             self.changed_sources = {name for name, stamp in self.sources.items() if recorded.get(name) != stamp}
-        # Uploaded shards cannot be compared with a changed source. Their records lie in this directory.
+        # Shards that are uploaded are those of the earlier source. Their records lie in this directory.
         self._elsewhere = frozenset() if self.changed_sources else self._find_elsewhere()
 
         present = {name for name, status in found.items() if not stat.S_ISDIR(status.st_mode) and not is_work(name)}

@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from ..errors import OutputError, SourceError
 from .destination import output_errors, write_atomic
 from .model_files import parse_json, refuse_pointer, short_repr
-from .output import REPLACE, OutputDirectory
+from .output import OutputDirectory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -254,92 +254,6 @@ class ShardFile:
             if handle >= 0:
                 os.close(handle)
         self._handle = self._direct = -1
-
-
-class FinishedShard:
-    """A finished output shard that is compared with what would be written now. Has the methods of ShardFile.
-
-    Args:
-        name: its file name.
-        header: expected bytes before the first tensor.
-        size: expected size of the whole file in bytes.
-        output: the output directory.
-        on_confirmed: called with the file name once all bytes have been compared and are the same.
-        changed_sources: the source files that may have changed since it was made, for messages.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        header: bytes,
-        size: int,
-        output: OutputDirectory,
-        on_confirmed: Callable[[str], None],
-        changed_sources: str,
-    ) -> None:
-        self.name = name
-        self.header = header
-        self.size = size
-        self.output = output
-        self.on_confirmed = on_confirmed
-        self.changed_sources = changed_sources
-        self.path = output.path / name
-        self._left = size - len(header)
-        self._lock = threading.Lock()
-        self._handle = -1
-
-    def open(self) -> None:
-        """Open the file, and compare its size and header.
-
-        Raises:
-            SourceError: they differ.
-            OutputError: the file cannot be read.
-        """
-        with output_errors(self.path, "read"):
-            self._handle = os.open(self.path, os.O_RDONLY)
-            size = os.fstat(self._handle).st_size
-        if size != self.size:
-            self._refuse()
-        self._compare(np.frombuffer(self.header, np.uint8), 0)
-
-    def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Compare an array with the bytes at an offset. Every byte after the header must be compared once.
-
-        Args:
-            data: contiguous array of any dtype.
-            offset: bytes from the start of the file.
-
-        Raises:
-            SourceError: they differ.
-            OutputError: the file cannot be read.
-        """
-        view = data.reshape(-1).view(np.uint8)
-        self._compare(view, offset)
-        with self._lock:
-            self._left -= view.nbytes
-            complete = self._left == 0
-        if complete:
-            self.close()
-            self.on_confirmed(self.name)
-
-    def _compare(self, view: Bytes, offset: int) -> None:
-        stored = np.empty(min(PENDING_LIMIT, view.nbytes), np.uint8)
-        done = 0
-        while done < view.nbytes:
-            with output_errors(self.path, "read"):
-                count = os.preadv(self._handle, [stored[: view.nbytes - done].data], offset + done)
-            if count == 0 or not np.array_equal(stored[:count], view[done : done + count]):
-                self._refuse()
-            done += count
-
-    def _refuse(self) -> NoReturn:
-        raise SourceError(f"{self.changed_sources} changed since {self.path} was made", REPLACE)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
 
 
 def _write_all(handle: int, view: memoryview, offset: int) -> None:

@@ -33,7 +33,6 @@ from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import (
     Checkpoint,
     Stamp,
-    header_digest,
     open_checkpoint,
     read_json,
     readable,
@@ -42,7 +41,6 @@ from ..files.checkpoint import (
     stamps_of,
 )
 from ..files.destination import output_errors
-from ..files.gguf import read_gguf_header
 from ..files.model_files import (
     EVAL_FILE,
     INDEX_FILE,
@@ -55,7 +53,6 @@ from ..files.model_files import (
     read_small,
     similar_path,
 )
-from ..formats.format import ggml_types
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import FirstFailure, in_thread
 from ..weights.find import TOOL_CONFIG_FILES
@@ -188,29 +185,6 @@ class Source:
         if self.revision is not None:
             return {}
         return stamps_of(self.root, checkpoint.shards)
-
-    def require_header(self, checkpoint: Checkpoint, shard: str) -> None:
-        """Refuse a local shard that was replaced by one with another header, whose tensors may lie elsewhere.
-
-        Raises:
-            SourceError: the header is not the one that `checkpoint` was opened with, or cannot be read.
-        """
-        path = self.root / shard
-        try:
-            if self.gguf is not None:
-                # The shard is a link to the file that the user named.
-                path = path.resolve()
-                header = read_gguf_header(path, path.name, ggml_types()).digest
-            else:
-                header = header_digest(path)
-        except SourceError:
-            header = None
-
-        if header != checkpoint.headers[shard]:
-            raise SourceError(
-                f"{path} was replaced while it was being converted: its header is not the one that was planned",
-                "let nothing write to the model, and run the same command again with --overwrite",
-            )
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository.
