@@ -24,6 +24,7 @@ from ..options import (
     Evaluate,
     Explain,
     FitOptions,
+    ModelSource,
     Push,
     Recipe,
     Run,
@@ -344,7 +345,7 @@ def _diagnose(call: Call) -> int:
 
 
 def _explain(call: Call) -> int:
-    options = {**_recipe(call), **call.values(Run, Explain)}
+    options = {**_recipe(call), **call.values(ModelSource, Explain)}
 
     from ..api import explain
     from ..report.text import explanation_text

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from ..distributed import Ranks
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
-from ..formats.names import CacheScheme
 from ..job import open_source
-from ..options import Recipe, Run, Search, Texts, document_options, values_for
+from ..options import Recipe, Run, Search, Texts, verb
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
@@ -30,27 +29,8 @@ from .session import Session
 from .table import Point, SearchResult
 
 
-@document_options(Search)
-def search_mixtures(
-    model: str | os.PathLike[str],
-    gpu: str | None = None,
-    *,
-    context: int | str = 8192,
-    engines: str | None = None,
-    kv_cache: CacheScheme = "auto",
-    ignore: str | Sequence[str] = (),
-    quantize_lm_head: bool = False,
-    quantize_embeddings: bool = False,
-    architecture: str | None = None,
-    candidates: str | Sequence[str] = (),
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    dataset: str | None = None,
-    device: str = "cpu",
-    max_memory: int | str | None = None,
-    stream: bool = False,
-    revision: str | None = None,
-    reporter: Reporter | None = None,
-) -> SearchResult:
+@verb(Search, positional=("model", "gpu"))
+def search_mixtures(request: Search, reporter: Reporter | None = None) -> SearchResult:
     """Measure mixtures of all sizes, and the single schemes, on texts that no score is from.
 
     The scores are kept beside the default output in `NAME.scores.json`, where `compress --fit` finds them. Nothing else
@@ -67,14 +47,13 @@ def search_mixtures(
         OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
             can fix.
     """
-    request = Search.parse(**values_for(Search, locals()))
     reporter = reporter or Reporter()
     budget = None if request.gpu is None else read_gpus(request.gpu)
-    run = Run.parse(model=model, device=device, stream=stream, revision=revision)
+    run = Run(request.model, device=request.device, stream=request.stream, revision=request.revision)
     opened = open_source(run, Ranks())
 
     fp8 = request.kv_cache == "fp8"
-    options = PlanOptions(tuple(request.ignore), head=quantize_lm_head, embedding=quantize_embeddings)
+    options = PlanOptions(tuple(request.ignore), head=request.quantize_lm_head, embedding=request.quantize_embeddings)
     wanted_engines = request.engines or "both"
     gpu_type = None if budget is None else budget.gpu
     menu = make_menu(opened, options, request.candidates, wanted_engines, gpu_type, request.architecture)
@@ -101,7 +80,7 @@ def search_mixtures(
     reporter.on_note(f"--search: comparing {len(named)} outputs on {corpus.described}")
     records = session.measure(corpus, list(named.values()))
     asked = Asked(
-        model,
+        request.model,
         request,
         request.gpu,
         request.context,
@@ -113,7 +92,7 @@ def search_mixtures(
     make = Points(best, asked, limit).point
     points = [make(name, mixture, found) for (name, mixture), found in zip(named.items(), records, strict=True)]
     return SearchResult(
-        model=os.fspath(model),
+        model=os.fspath(request.model),
         revision=opened.source.revision,
         architecture=menu.plan.model.name,
         source_bytes=summary.source_bytes(menu.plan),

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import OpenQuantError, UsageError
 from ..files.model_files import short_repr
-from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
+from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of, values_for
 from .view import fit_html, plan_html, problem_html
 
 # Options behind the page's fold, by the class that has them.
@@ -297,7 +297,10 @@ def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
             chosen = dict(request["compress"])
             chosen["scheme"] = chosen.get("scheme") or found.best or "tensor"
             ranks = Ranks()
-            wanted = check_request({**chosen, "dry_run": True})
+            chosen["dry_run"] = True
+            run = Run(**values_for(Run, chosen))
+            recipe = Recipe(**values_for(Recipe, chosen))
+            wanted = check_request(run, recipe, CalibrationTexts(**values_for(CalibrationTexts, chosen)))
             prepared = plan_of(wanted, ranks)
             # A directory that the run would refuse is refused now.
             find_space(prepared, wanted.texts, ranks)

@@ -181,7 +181,7 @@ class Page:
         """Check the options of a mixture, which is planned only when it is measured."""
         read_budget(choice.fit)
         given = choice.keywords(self.roots)
-        FitOptions.parse(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
+        FitOptions(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
 
     def _ask_planner(self, choice: Chosen, gpu: str, token: str | None) -> dict[str, Any]:
         """Plan in a process of its own, which has the token."""
