@@ -399,7 +399,7 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
 
     source.fetch_files([CARD_FILE])
     with silent():
-        publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
+        publisher.prepare(generate_files(prepared)[CARD_FILE], creates=False)
 
 
 def _write(

@@ -217,7 +217,7 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
         if publisher:
             publisher.forget_uploads()
     if publisher:
-        publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
+        publisher.prepare(writing.generated[CARD_FILE])
 
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""

@@ -8,11 +8,9 @@ If a repository does not exist, the hint names those with a similar name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import unquote
 
 from ..errors import OpenQuantError, OutputError, SourceError, UsageError
@@ -202,7 +200,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
 
     Raises:
         Unreachable: a retry may help.
-        NotFound: there is no such repository; the hint names similar ones.
+        NotFound: there is no such repository.
         SourceError: all other failures.
         OpenQuantError: one that is raised in the block stays as it is.
     """
@@ -235,11 +233,9 @@ def _missing(error: Exception, repo: str, revision: str | None) -> SourceError |
         return SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit")
 
     if isinstance(error, RepositoryNotFoundError):
-        near = similar_repositories(repo)
-        similar = f"similar repositories: {', '.join(near)}; " if near else ""
         return NotFound(
             f"{repo} is neither a local directory nor a repository on the Hub",
-            f"{similar}check the name; for a private repository run: hf auth login",
+            "check the name; for a private repository run: hf auth login",
         )
     return None
 
@@ -336,55 +332,3 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
         return PushError(f"{repo} could not be pushed to: {reason}", advice(cause, kept))
     return None
-
-
-# The most names in a hint.
-MOST = 3
-# Seconds for each of two requests.
-PATIENCE = 3.0
-# Repositories that a request lists at most; those of one owner that begin alike may be many.
-_LISTED = 200
-_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
-
-
-def similar_repositories(repo: str) -> list[str]:
-    """Ask the Hub for repositories whose names are near, first those of the same owner.
-
-    Args:
-        repo: "org/name" or "name".
-
-    Returns:
-        At most three names, the nearest first; none if there are none, or if the Hub does not answer soon.
-    """
-    owner, _, name = repo.rpartition("/")
-    near: list[str] = []
-    if owner:
-        begin = re.split(r"[-_.]", name)[0]
-        near = _nearest(repo, {found: found for found in _list_models(author=owner, search=begin)})
-    if not near:
-        near = _nearest(name, {found: found.rpartition("/")[2] for found in _list_models(search=name)})
-    return near
-
-
-def _nearest(wanted: str, names: dict[str, str]) -> list[str]:
-    """The keys of those names that are most like the wanted one; of equal names the first."""
-    keys = {name.lower(): key for key, name in reversed(names.items())}
-    return [keys[name] for name in difflib.get_close_matches(wanted.lower(), keys, MOST)]
-
-
-def _list_models(**query: str) -> list[str]:
-    """The names of models that the Hub lists, the most downloaded first; none after any error."""
-    from huggingface_hub import constants, get_session
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    settings: dict[str, Any] = {**query, "sort": "downloads", "direction": "-1", "limit": str(_LISTED)}
-    try:
-        answer = get_session().get(
-            f"{constants.ENDPOINT}/api/models", params=settings, headers=build_hf_headers(), timeout=PATIENCE
-        )
-        names = [str(entry["id"]) for entry in answer.json() if answer.status_code == 200]
-    except Exception:
-        # The error that is being reported is another one.
-        return []
-
-    return [name for name in names[:_LISTED] if _REPOSITORY.fullmatch(name)]
