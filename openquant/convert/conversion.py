@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,7 +58,7 @@ from ..plan.layout import (
     weight_kinds,
 )
 from ..plan.plan import Plan
-from ..threads import FirstFailure, Helpers, in_threads
+from ..threads import FirstFailure, in_threads
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
@@ -320,7 +320,7 @@ class _Conversion:
 
     def run(self, workers: int) -> WeightFindings:
         try:
-            with Helpers(workers, "openquant-write") as writers:
+            with ThreadPoolExecutor(workers, "openquant-write") as writers:
                 in_threads(lambda: self._work(writers), workers, self.stopped)
         finally:
             for file in self.files.values():
@@ -328,7 +328,7 @@ class _Conversion:
         self.failure.check()
         return self.findings
 
-    def _work(self, writers: Helpers) -> None:
+    def _work(self, writers: ThreadPoolExecutor) -> None:
         worker = None
 
         try:
@@ -388,7 +388,7 @@ class _Conversion:
 class _OutputBuffer:
     """A buffer for output bytes, which is written in the background."""
 
-    def __init__(self, conversion: _Conversion, writers: Helpers, memory: Callable[[int], Bytes]) -> None:
+    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
         self.conversion = conversion
         self.writers = writers
         self.memory = memory
@@ -422,7 +422,7 @@ class _OutputBuffer:
 class _Worker:
     """The buffers and kernels of one thread, and what it does for each kind of job."""
 
-    def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
+    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
