@@ -270,8 +270,13 @@ class OptionGroup:
             given = getattr(self, name)
             read = _read_all(name, option, given) if option.repeated else _read(name, option, given)
 
-            if not isinstance(given, Mapping):
+            if not (option.repeated and isinstance(given, Mapping)):
                 _check_type(name, option, annotations[name], read)
+            if option.choices and read is not None and read not in option.choices:
+                flag = flags_of(name, option)[-1]
+                raise UsageError(
+                    f"{flag}: {read} is none of {', '.join(option.choices)}", f"choose one, or leave {flag} out"
+                )
             object.__setattr__(self, name, read)
 
 
@@ -667,6 +672,8 @@ class Recipe(OptionGroup):
             for pattern, scheme in self.scheme_for:
                 schemes.setdefault(pattern, scheme)
             object.__setattr__(self, "scheme_for", schemes)
+        if not all(isinstance(text, str) for pair in (self.scheme_for or {}).items() for text in pair):
+            raise UsageError("scheme_for has what is no text", "give names of schemes by patterns")
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
         if self.scheme in _OF_UNCHANGED:
@@ -869,10 +876,6 @@ class CompareSchemes(ModelSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_context(self.context)
-        if self.kv_cache not in ("fp8", "auto"):
-            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
-        if self.engines not in (None, "vllm", "sglang", "both"):
-            raise UsageError(f"--for {self.engines} is no engine", "choose vllm, sglang or both")
 
 
 @dataclass(frozen=True)
@@ -1029,8 +1032,6 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError(
                 "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
             )
-        if self.kv_cache not in ("fp8", "auto"):
-            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
         if not 0 <= self.seed < 1 << 32:
             raise UsageError(f"{self.seed} is no seed", f"give --seed from 0 to {(1 << 32) - 1:,}")
 
