@@ -407,7 +407,7 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
         if error.errno == errno.EFBIG:
             hint = "raise the limit of file sizes (ulimit -f), and run the same command again: finished shards are kept"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space (or choose another -o) and run the same command again: finished shards are kept"
+            hint = "free some space, or choose another disk with -o or --scratch, and run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "check the permissions, or choose another directory with -o"
         else:
@@ -529,15 +529,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
 
 def _has_facts(facts: object) -> bool:
     """Return whether a journal's "weights" are WeightFacts, or None."""
-    if not isinstance(facts, dict):
-        return facts is None
-    scales = facts.get("static_scales")
-    return (
-        facts.keys() == WeightFacts._field_defaults.keys()
-        and all(type(fact) is bool for name, fact in facts.items() if name != "static_scales")
-        and isinstance(scales, dict)
-        and all(type(scale) is float for scale in scales.values())
-    )
+    return facts is None or (isinstance(facts, dict) and facts.keys() == WeightFacts._field_defaults.keys())
 
 
 def short_name(name: str) -> str:

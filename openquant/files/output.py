@@ -347,17 +347,7 @@ class Claim:
         """
         exists = _exists(self._path)
         _require_writable(self._path)
-        if not self._overwrite:
-            self._elsewhere = self._find_elsewhere()
-        if not exists:
-            return self.contents.count_needed([name for name in self.contents.files if name not in self._elsewhere], 0)
-
-        journal, found = self._read_earlier()
-        begun = bool(self._elsewhere) or any(not is_work(name) for name in found)
-        if journal and begun and not self._overwrite:
-            is_another = journal["digest"] != self.contents.digest if final else self._has_other_options(journal)
-            if is_another:
-                raise _another_run(self._path)
+        journal, found = self._inspect(final) if exists else (None, {})
         needed, freed = self._count_needed(journal, found)
         return max(0, needed - freed)
 
@@ -417,9 +407,12 @@ class Claim:
                 raise OutputError(f"{path / name} was not made by openquant and will not be overwritten", _MOVE)
         return journal, found
 
-    def _inspect(self) -> tuple[dict[str, Any] | None, _Found]:
+    def _inspect(self, final: bool = True) -> tuple[dict[str, Any] | None, _Found]:
         """Return the journal of an earlier run that is continued or overwritten, None for a new directory; and all
         other files and folders.
+
+        Args:
+            final: whether the plan's digest is final; if not, options are compared.
 
         Raises:
             OutputError: the directory has other files, or the output of another run.
@@ -444,8 +437,15 @@ class Claim:
         if self._overwrite:
             return journal, found
 
-        if journal["digest"] != self.contents.digest:
-            raise _another_run(self._path)
+        is_another = journal["digest"] != self.contents.digest
+        if not final:
+            is_another = self._has_other_options(journal)
+        if is_another:
+            raise OutputError(
+                f"{self._path} holds the output of another run: other options, another source or another version",
+                f"{REPLACE}; --recipe {self._path / JOURNAL} takes its options, which helps if the source has not "
+                "changed",
+            )
         foreign = present - {*journal["files"], *EVALUATION_FILES}
         if foreign and not journal["done"]:
             raise OutputError(f"{self._path} holds {min(foreign)}, which this run did not write", _MOVE)
@@ -558,13 +558,6 @@ def _require_writable(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _another_run(path: Path) -> OutputError:
-    return OutputError(
-        f"{path} holds the output of another run: other options, another source or another version",
-        f"{REPLACE}; --recipe {path / JOURNAL} takes its options, which helps if the source has not changed",
-    )
 
 
 def _is_early(name: str) -> bool:
