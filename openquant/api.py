@@ -313,7 +313,7 @@ def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     if run.push is not None:
         shards = [shard.name for shard in plan.layout.shards] if plan else []
         publisher = Publisher(run.push, Path(), "", shards)
-        in_all_ranks(ranks, lambda: publisher.require_writable() if ranks.first else None)
+        ranks.first_does(publisher.require_writable)
 
 
 def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> DiskSpace:
@@ -622,10 +622,7 @@ def _commit_to(publisher: Publisher) -> str:
     if not publisher.push.create_pr:
         return f"one commit to {publisher.revision or 'main'}"
 
-    number = publisher.open_request
-    if number is None:
-        return "a pull request is opened"
-    return f"one commit to pull request {number}, which is open"
+    return "a pull request is opened"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:

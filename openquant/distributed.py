@@ -173,6 +173,23 @@ class Ranks:
             raise error
         return [value] if self.size == 1 else self._collective(lambda exchange: exchange.all_gather(value))
 
+    def first_does(self, do: Callable[[], T]) -> T:
+        """Call a function in rank 0 alone.
+
+        Args:
+            do: the function, without arguments. It returns what JSON can hold.
+
+        Returns:
+            In all ranks what the function returned.
+
+        Raises:
+            Exception: what the function raised, in rank 0.
+            OutputError: rank 0 failed or died.
+        """
+        value, error = attempt(do) if self.first else (None, None)
+        result: T = self.agree(error, value)[0]
+        return result
+
     def gather(self, data: bytes) -> list[bytes]:
         """Gather bytes of any length in rank 0. Waits until every rank has given some.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import WeightFindings, check_written, convert
-from .distributed import Ranks, attempt
+from .distributed import Ranks
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
 from .files.checkpoint import Fingerprint, open_checkpoint, readable
@@ -170,7 +170,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
         if unfinished is not None:
             _report_start(writing, unfinished)
             findings = _convert_shards(writing, unfinished)
-            unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished, findings))
+            unread_shards = ranks.first_does(lambda: _finish_output(writing, unfinished, findings))
 
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
@@ -185,15 +185,7 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
         SourceError: the output there was made from another source.
         OutputError: openquant did not write the output directory, or it cannot be written to.
     """
-    ranks = writing.ranks
-
-    def find() -> _Work | None:
-        if not ranks.first:
-            return None
-        return _unfinished_work(writing, stack.enter_context(writing.claim))
-
-    work, error = attempt(find)
-    return _Work(*ranks.agree(error, work)[0])
+    return _Work(*writing.ranks.first_does(lambda: _unfinished_work(writing, stack.enter_context(writing.claim))))
 
 
 def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
@@ -283,7 +275,7 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
 
 
 def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFindings) -> int:
-    """Write all other files, check the output and mark it as finished. Only the first rank does it.
+    """Write all other files, check the output and mark it as finished.
 
     Args:
         writing: the run.
@@ -296,8 +288,6 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
     prepared, claim = writing.prepared, writing.claim
     plan, push, target = prepared.plan, prepared.run.push, prepared.target
     unread_shards = 0
-    if not writing.ranks.first:
-        return unread_shards
 
     for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
         if (target / name).is_file():
@@ -310,7 +300,6 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
     _write_others(writing, findings.lost_layers)
     # A run that only pushes has deleted the shards that are on the Hub.
     if not (push and push.only):
-        _require_all(target, (shard.name for shard in plan.layout.shards))
         _check_finished(target, plan, claim.resumed)
     claim.finish()
     return unread_shards
@@ -420,16 +409,6 @@ def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
         raise OutputError(
             f"{error}; an earlier run wrote part of it", "if something changed it since, replace it with --overwrite"
         ) from None
-
-
-def _require_all(target: Path, shards: Iterable[str]) -> None:
-    """Refuse to finish an output without all its shards: ranks may see different directories."""
-    for name in shards:
-        if not (target / name).is_file():
-            raise OutputError(
-                f"{target / name} was written, and is not there",
-                "let all ranks write to one directory, and nothing else touch it; then run the same command again",
-            )
 
 
 def publisher_of(prepared: Prepared) -> Publisher | None:

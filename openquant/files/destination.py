@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import OutputError, SourceError, UsageError
 from .model_files import JOURNAL_FILE as JOURNAL
-from .model_files import parse_json, read_small, similar_path
+from .model_files import parse_json, read_small
 
 # Files and directories, each with its name in messages: (Path("wiki.txt"), "a text that this run reads").
 Taken = Sequence[tuple[Path, str]]
@@ -506,10 +506,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
     """
     if not directory.is_dir():
-        near = ""
-        if not directory.exists() and (sibling := similar_path(directory)):
-            near = f"did you mean {sibling}? "
-        raise OutputError(f"{directory} is not a directory", f"{near}check the path")
+        raise OutputError(f"{directory} is not a directory", "check the path")
 
     found = list_output(directory)
     journal = read_journal(directory)

@@ -246,7 +246,8 @@ class Claim:
         self._find_elsewhere = elsewhere
         self._elsewhere: Set[str] = frozenset()
         self._find_sources = sources
-        self._lock: _Lock | None = None
+        # Handle of the lock's file.
+        self._lock: int | None = None
         self._created = False
 
     @cached_property
@@ -468,13 +469,27 @@ class Claim:
         return self.contents.count_needed(missing, fetched), sum(freed.values())
 
     def _take_lock(self) -> None:
-        with output_errors(self._path / LOCK):
-            self._lock = lock = _Lock(self._path)
-            if lock.take():
-                return
+        """Take the lock, which one run at a time holds, until it releases it or its process ends."""
+        path = self._path / LOCK
+        with output_errors(path):
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A run that finished meanwhile may have removed the file that we locked.
+                if os.path.samestat(os.fstat(self._lock), path.stat()):
+                    return
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except OSError as error:
+                raise OutputError(
+                    f"{self._path} cannot be locked: {error.strerror}: its file system does not let programs lock "
+                    "files",
+                    "mount it with locks (Lustre: its option flock), or choose another disk with -o",
+                ) from None
+
         # The unfinished files are those of the run that has the lock.
+        os.close(self._lock)
         self._lock = None
-        lock.release()
         raise OutputError(f"another run is writing to {self._path}", "wait for it, or choose another directory with -o")
 
     def _unlock(self) -> None:
@@ -490,50 +505,8 @@ class Claim:
             if self._created and set(os.listdir(path)) <= {JOURNAL}:
                 (path / JOURNAL).unlink(missing_ok=True)
                 path.rmdir()
-        self._lock.release()
+        os.close(self._lock)
         self._lock = None
-
-
-class _Lock:
-    """The lock of an output directory. One run at a time holds it, until it releases it or its process ends.
-
-    Args:
-        directory: the output directory, in which WORK exists.
-
-    Raises:
-        OSError: the lock file cannot be opened.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def take(self) -> bool:
-        """Take the lock unless another run holds it. Returns whether this run holds it.
-
-        Raises:
-            OutputError: the file system has no locks.
-        """
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise OutputError(
-                f"{self.directory} cannot be locked: {error.strerror}: its file system does not let programs lock "
-                "files",
-                "mount it with locks (Lustre: its option flock), or choose another disk with -o",
-            ) from None
-
-        # A run that finished meanwhile may have removed the file that we locked.
-        try:
-            return os.path.samestat(os.fstat(self._handle), (self.directory / LOCK).stat())
-        except FileNotFoundError:
-            return False
-
-    def release(self) -> None:
-        """Release the lock."""
-        os.close(self._handle)
 
 
 def _exists(path: Path) -> bool:

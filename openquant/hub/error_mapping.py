@@ -3,7 +3,6 @@
 The client's messages have several lines, of which only the last are the server's, and some say only that something
 failed. Downloads and uploads both use these functions.
 
-If a repository does not exist, the hint names those with a similar name.
 """
 
 from __future__ import annotations
@@ -27,31 +26,6 @@ _LONGEST = 1000
 _LOG_IN_HINT = "log in with a token that may (hf auth login), or push to a repository of your own"
 WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
-
-# Hints by the words of the server's reason, whatever the status. The first match counts.
-_ADVICE = tuple(
-    (re.compile(words, re.IGNORECASE | re.DOTALL), hint)
-    for words, hint in (
-        (
-            r"storage.{0,40}(limit|quota|exceed|pattern|full)|(limit|quota|exceed).{0,40}storage|payment required",
-            "make room in that account or get it more storage (https://huggingface.co/settings/billing), then run the "
-            "same command again: what is converted and uploaded is kept",
-        ),
-        (
-            r"(discussions?|pull requests?).{0,40}disabled",
-            "turn discussions on in the repository's settings, or push without --create-pr",
-        ),
-        (
-            r"read[- ]?only token|token.{0,40}read[- ]?only|write token|token.{0,80}(permission|scope)|"
-            r"(required|necessary|sufficient) permissions",
-            WRITE_TOKEN_HINT,
-        ),
-        (
-            r"metadata.{0,40}README|README.{0,40}metadata",
-            CARD_HINT,
-        ),
-    )
-)
 
 
 class Unreachable(SourceError):
@@ -176,20 +150,6 @@ def _from_xml(match: re.Match[str]) -> str:
     return ": ".join(filter(None, (match["code"], match["message"])))
 
 
-def advice(error: BaseException, otherwise: str) -> str:
-    """Return the hint for an error, chosen by the words of the server's reason.
-
-    Args:
-        error: an exception that huggingface_hub raised.
-        otherwise: the hint if no words match.
-    """
-    # The client's own message mentions permissions whatever the reason is.
-    words = str(error)
-    if status_of(error) is not None:
-        words = _server_reason(error)
-    return next((hint for pattern, hint in _ADVICE if pattern.search(words)), otherwise)
-
-
 @contextmanager
 def source_errors(repo: str, revision: str | None) -> Iterator[None]:
     """Raise exceptions of huggingface_hub in the `with` block as SourceError with a hint.
@@ -273,7 +233,7 @@ def _source_error(error: Exception, repo: str, revision: str | None) -> SourceEr
         kind = ""
     return SourceError(
         f"{name} could not be downloaded: {kind}{reason}",
-        advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
+        "check HF_ENDPOINT, if it is set, and whether the repository is sound",
     )
 
 
@@ -311,10 +271,7 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     )
 
     if isinstance(error, HFValidationError):
-        continues = ""
-        if "@refs/pr/" in repo:
-            continues = " with --create-pr: the same push continues its pull request"
-        return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
+        return UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name")
     if isinstance(error, LocalTokenNotFoundError):
         return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)
     if isinstance(error, OfflineModeIsEnabled):
@@ -326,9 +283,9 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     kept = "run the same command again: what is converted and uploaded is kept"
 
     if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
-        return PushError(f"the Hub does not let you write to {repo}: {reason}", advice(cause, _LOG_IN_HINT))
+        return PushError(f"the Hub does not let you write to {repo}: {reason}", _LOG_IN_HINT)
     if status == 400:
-        return PushError(f"{repo} refuses what is sent: {reason}", advice(cause, f"see what the Hub says, then {kept}"))
+        return PushError(f"{repo} refuses what is sent: {reason}", f"see what the Hub says, then {kept}")
     if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-        return PushError(f"{repo} could not be pushed to: {reason}", advice(cause, kept))
+        return PushError(f"{repo} could not be pushed to: {reason}", kept)
     return None

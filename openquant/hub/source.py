@@ -47,12 +47,11 @@ from ..files.model_files import (
     deciding,
     file_sha256,
     left_out_part,
-    similar_path,
 )
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import FirstFailure, in_thread
 from ..weights.find import TOOL_CONFIG_FILES
-from .error_mapping import NotFound, Unreachable, is_offline, is_transient, source_errors, without_queries
+from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -249,13 +248,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
     if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
 
-    try:
-        return repository_source(repo, pinned or revision)
-    except NotFound as error:
-        sibling = similar_path(path)
-        if sibling is None:
-            raise
-        raise NotFound(error.message, f"did you mean {sibling}? {error.hint}") from None
+    return repository_source(repo, pinned or revision)
 
 
 def _exists(path: Path) -> bool:

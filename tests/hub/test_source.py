@@ -87,15 +87,6 @@ def test_what_the_hub_refuses(subtests, site, hub, repository):
             assert "Traceback" not in done.stderr
 
 
-def test_a_directory_beside_the_one_that_is_missing_is_named(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "here" / "models" / "Qwen3-8B").mkdir(parents=True)
-    for asked, named in (("models/Qwen3-8b", "models/Qwen3-8B"), ("./models/Qwen-8B", "models/Qwen3-8B")):
-        done = site.ask("compress", "-m", asked)
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].startswith(f"hint: did you mean {named}? check the ")
-    assert "did you mean" not in site.ask("compress", "-m", "models/Llama").stderr
-
-
 def test_the_hub_cannot_be_reached(site: Site, repository: Path) -> None:
     message = "org/name is not a local directory, and the Hub cannot be reached for it"
     for settings in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
