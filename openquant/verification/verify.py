@@ -79,7 +79,8 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
     start = time.monotonic()
     reporter = reporter or Reporter()
     _check_options(options)
-    checked = find_whole(os.fspath(options.directory), reporter.on_note)
+    directory = os.fspath(options.directory)
+    checked = find_whole(directory, reporter.on_note)
     root = checked.root
     quantization = _read_quantization(root)
     journal = _read_journal(root)
@@ -98,15 +99,7 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
         notes = ("nothing else was checked",)
-        return Report(
-            os.fspath(options.directory),
-            source_name,
-            None,
-            format_title,
-            (error.message,),
-            notes,
-            seconds=_since(start),
-        )
+        return Report(directory, source_name, None, format_title, (error.message,), notes, seconds=_since(start))
 
     facts = facts_in(journal)
     journal_files = set(journal.get("files", ()))
@@ -124,7 +117,7 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
     contents = verification.contents
 
     return Report(
-        directory=os.fspath(options.directory),
+        directory=directory,
         source=source_name,
         architecture=checkpoint.architecture,
         format=format_title,

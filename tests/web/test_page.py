@@ -172,8 +172,14 @@ class Visitor:
         self.page.get_by_label("Straight into a repository", exact=False).check()
         self.write("name", name)
 
+    def runs(self) -> int:
+        return int(self.page.locator("#runs label").count())
+
     def convert(self, until: str) -> None:
+        before = self.runs()
         self.page.locator("#convert").click()
+        # What is shown until then is of an earlier run.
+        self.page.wait_for_function("n => document.querySelectorAll('#runs label').length > n", arg=before)
         self.wait(until)
 
     def wait(self, text: str, section: str = "status") -> None:
@@ -303,9 +309,10 @@ def test_a_misfit_says_what_the_command_line_says(visitor: Visitor, server: Serv
         text = visitor.plan("./misfit", "#plan-sections [role=alert]")
         assert f"error: {said['error']}" in text and f"hint: {said['hint']}" in text
         # It does not become a run either.
+        before = visitor.runs()
         visitor.page.locator("#convert").click()
         visitor.wait(said["error"], "problem")
-        assert "No run yet." in visitor.text("status")
+        assert visitor.runs() == before
     finally:
         shutil.rmtree(model)
     assert "is outside of the directories" in visitor.plan(
