@@ -8,119 +8,47 @@ What a caller can mend is an `OpenQuantError`, which has a `hint`.
 
 from __future__ import annotations
 
-from .version import __version__
+from .version import __version__  # noqa: F401
 
-# Of typing's own name for it a type checker needs only the letters; a command starts here, and imports cost time.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .api import compress, dequantize, diagnose, explain, push
-    from .calibration.run import calibrate
-    from .diagnosis.result import Diagnosis
-    from .distributed import Ranks
-    from .errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
-    from .evaluation.results import Evaluation
-    from .evaluation.run import evaluate
-    from .evaluation.types import OutputEvaluation
-    from .files.destination import DiskSpace
-    from .fit.search import search_mixtures
-    from .fit.table import FitTable, SearchResult, fit_table
-    from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
-    from .hub.error_mapping import NotFound, PushError, Unreachable
-    from .hub.source import Source
-    from .options import Push
-    from .packed import PackedLinear
-    from .plan.plan import Plan
-    from .plan.summary import Explanation
-    from .result import Reporter, Result
-    from .verification.headers import Report
-    from .verification.verify import verify
-
-__all__ = [
-    "ActivationScheme",
-    "CacheScheme",
-    "Diagnosis",
-    "DiskSpace",
-    "Evaluation",
-    "Explanation",
-    "FitTable",
-    "FormatName",
-    "GroupSize",
-    "NotFound",
-    "OpenQuantError",
-    "OutputError",
-    "OutputEvaluation",
-    "PackedLinear",
-    "Plan",
-    "PlanError",
-    "Push",
-    "PushError",
-    "Ranks",
-    "Report",
-    "Reporter",
-    "Result",
-    "ScaleFormat",
-    "SchemeName",
-    "SearchResult",
-    "Source",
-    "SourceError",
-    "Unreachable",
-    "UsageError",
-    "__version__",
-    "calibrate",
-    "compress",
-    "dequantize",
-    "diagnose",
-    "evaluate",
-    "explain",
-    "fit_table",
-    "push",
-    "search_mixtures",
-    "verify",
-]
-
-# Imported when first used: torch alone takes longer to load than the command takes to start.
-_HOMES = {
-    **dict.fromkeys(("compress", "dequantize", "diagnose", "explain", "push"), "api"),
-    **dict.fromkeys(("OpenQuantError", "OutputError", "PlanError", "SourceError", "UsageError"), "errors"),
-    **dict.fromkeys(
-        ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"), "formats.names"
-    ),
-    **dict.fromkeys(("NotFound", "PushError", "Unreachable"), "hub.error_mapping"),
-    "Diagnosis": "diagnosis.result",
-    "DiskSpace": "files.destination",
-    "Evaluation": "evaluation.results",
-    "Explanation": "plan.summary",
-    "FitTable": "fit.table",
-    "OutputEvaluation": "evaluation.types",
-    "PackedLinear": "packed",
-    "Plan": "plan.plan",
-    "Push": "options",
-    "Ranks": "distributed",
-    "Report": "verification.headers",
-    "Reporter": "result",
-    "Result": "result",
-    "SearchResult": "fit.table",
-    "Source": "hub.source",
-    "calibrate": "calibration.run",
-    "evaluate": "evaluation.run",
-    "fit_table": "fit.table",
-    "search_mixtures": "fit.search",
-    "verify": "verification.verify",
+# What is exported, by the module that has it. Type checkers read `__init__.pyi`, which tools/stub.py writes.
+_EXPORTED = {
+    "api": ("compress", "dequantize", "diagnose", "explain", "push"),
+    "calibration.run": ("calibrate",),
+    "diagnosis.result": ("Diagnosis",),
+    "distributed": ("Ranks",),
+    "errors": ("OpenQuantError", "OutputError", "PlanError", "SourceError", "UsageError"),
+    "evaluation.results": ("Evaluation",),
+    "evaluation.run": ("evaluate",),
+    "evaluation.types": ("OutputEvaluation",),
+    "files.destination": ("DiskSpace",),
+    "fit.search": ("search_mixtures",),
+    "fit.table": ("FitTable", "SearchResult", "fit_table"),
+    "formats.names": ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"),
+    "hub.error_mapping": ("NotFound", "PushError", "Unreachable"),
+    "hub.source": ("Source",),
+    "options": ("Push",),
+    "packed": ("PackedLinear",),
+    "plan.plan": ("Plan",),
+    "plan.summary": ("Explanation",),
+    "result": ("Reporter", "Result"),
+    "verification.headers": ("Report",),
+    "verification.verify": ("verify",),
 }
+_HOMES = {name: home for home, names in _EXPORTED.items() for name in names}
+
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
 
 
-# Hidden from type checkers, which else take a misspelled name for an object.
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name in _HOMES:
-            from importlib import import_module
-
-            exported: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-            globals()[name] = exported
-            return exported
+def __getattr__(name: str) -> object:
+    # Imported when first used: torch alone takes longer to load than the command takes to start.
+    if name not in _HOMES:
         raise AttributeError(f"module 'openquant' has no attribute {name!r}")
+    from importlib import import_module
+
+    exported: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = exported
+    return exported

@@ -6,21 +6,20 @@ verification/verify.py.
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .calibration.prepare import run_texts, texts_needs, texts_steps
 from .calibration.run import read_texts
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
-from .errors import OutputError, UsageError
+from .errors import UsageError
 from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import Fingerprint, readable
 from .files.destination import (
@@ -31,18 +30,11 @@ from .files.destination import (
     find_shortages,
     finished_files,
     output_errors,
-    read_journal,
 )
-from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
+from .files.model_files import CARD_FILE, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
-    ActivationScheme,
-    CacheScheme,
-    FormatName,
-    GroupSize,
-    ScaleFormat,
-    SchemeName,
 )
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher
@@ -71,9 +63,8 @@ from .options import (
     Push,
     Recipe,
     Run,
-    document_options,
     push_target,
-    values_for,
+    verb,
 )
 from .plan import summary
 from .plan.decisions import PlanOptions
@@ -102,47 +93,12 @@ if TYPE_CHECKING:
 FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
 
-@document_options(Run, Recipe, FitOptions, CalibrationTexts)
+@verb(Run, Recipe, CalibrationTexts, FitOptions, positional=("model", "output", "scheme"))
 def compress(
-    model: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    scheme: SchemeName = "tensor",
-    *,
-    format: FormatName | None = None,
-    scale_format: ScaleFormat | None = None,
-    activation_scheme: ActivationScheme = "dynamic",
-    calibration: str | os.PathLike[str] | None = None,
-    calibrate: bool = False,
-    smooth: float | None = None,
-    awq: bool = False,
-    gptq: bool = False,
-    kv_cache: CacheScheme = "auto",
-    group_size: GroupSize | None = None,
-    asymmetric: bool = False,
-    no_search: bool = False,
-    ignore: str | Sequence[str] = (),
-    scheme_for: Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None = None,
-    tp: int | None = None,
-    quantize_lm_head: bool = False,
-    quantize_embeddings: bool = False,
-    architecture: str | None = None,
-    fit: str | None = None,
-    context: int | str = 8192,
-    engines: str = "both",
-    candidates: str | Sequence[str] = (),
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    dataset: str | None = None,
-    samples: int = 128,
-    length: int = 512,
-    dry_run: bool = False,
-    device: str = "cpu",
-    workers: int | None = None,
-    max_memory: int | str | None = None,
-    revision: str | None = None,
-    overwrite: bool = False,
-    copy: str | Sequence[str] = (),
-    stream: bool = False,
-    push: Push | str | None = None,
+    run: Run,
+    recipe: Recipe,
+    texts: CalibrationTexts,
+    fit: FitOptions,
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -162,8 +118,7 @@ def compress(
     Raises:
         OpenQuantError: something that the caller can fix; errors.py has the kinds.
     """
-    request = check_request(locals())
-    run = request.run
+    request = check_request(run, recipe, texts, fit)
     reporter = reporter or Reporter()
     start = time.monotonic()
 
@@ -186,22 +141,25 @@ def compress(
         return _write(prepared, corpus, space, ranks, reporter, start)
 
 
-def check_request(given: Mapping[str, Any]) -> Request:
-    """Check options of compress() before anything is opened.
+def check_request(
+    run: Run, recipe: Recipe, texts: CalibrationTexts | None = None, fit: FitOptions | None = None
+) -> Request:
+    """Check options of compress() together, before anything is opened.
 
     Args:
-        given: the options by name; others are ignored, and those that are missing have their defaults.
+        run: what is read and written, and how.
+        recipe: the options that decide the bytes of the output.
+        texts: calibration texts; those of the defaults if None.
+        fit: the size that schemes are chosen for; none if None.
 
     Raises:
-        UsageError: an option makes no sense, alone or with others.
+        UsageError: options make no sense together.
     """
-    recipe = Recipe.parse(**values_for(Recipe, given))
-    texts = CalibrationTexts.parse(**values_for(CalibrationTexts, given))
-    fit = FitOptions.parse(**values_for(FitOptions, given))
+    texts = texts or CalibrationTexts()
+    fit = fit or FitOptions()
     if fit.fit is not None:
         refuse_options(recipe)
-    options = check_recipe(recipe, texts)
-    return Request(Run.parse(**values_for(Run, given)), recipe, texts, fit, *options)
+    return Request(run, recipe, texts, fit, *check_recipe(recipe, texts))
 
 
 def complete_options(request: Request, ranks: Ranks, reporter: Reporter) -> Request:
@@ -309,22 +267,8 @@ def _calibrate(
     return prepared, corpus
 
 
-@document_options(Run)
-def dequantize(
-    model: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    dry_run: bool = False,
-    workers: int | None = None,
-    max_memory: int | str | None = None,
-    revision: str | None = None,
-    overwrite: bool = False,
-    copy: str | Sequence[str] = (),
-    stream: bool = False,
-    push: Push | str | None = None,
-    ranks: Ranks | None = None,
-    reporter: Reporter | None = None,
-) -> Result:
+@verb(Run, positional=("model", "output"), without=("device",))
+def dequantize(run: Run, ranks: Ranks | None = None, reporter: Reporter | None = None) -> Result:
     """Dequantize a checkpoint of any architecture to bfloat16.
 
     Args:
@@ -340,7 +284,6 @@ def dequantize(
     Raises:
         OpenQuantError: nothing in it is quantized, or something else that the caller can fix.
     """
-    run = Run.parse(**values_for(Run, locals()))
     reporter = reporter or Reporter()
     start = time.monotonic()
 
@@ -370,7 +313,7 @@ def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     if run.push is not None:
         shards = [shard.name for shard in plan.layout.shards] if plan else []
         publisher = Publisher(run.push, Path(), "", shards)
-        in_all_ranks(ranks, lambda: publisher.require_writable() if ranks.first else None)
+        ranks.first_does(publisher.require_writable)
 
 
 def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> DiskSpace:
@@ -455,7 +398,7 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
 
     source.fetch_files([CARD_FILE])
     with silent():
-        publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
+        publisher.prepare(generate_files(prepared)[CARD_FILE], creates=False)
 
 
 def _write(
@@ -510,20 +453,11 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
     )
 
 
-@document_options(ModelSource, Explain, Recipe)
-def explain(
-    model: str | os.PathLike[str],
-    layer: str,
-    scheme: SchemeName = "tensor",
-    *,
-    revision: str | None = None,
-    **options: Any,
-) -> Explanation:
+@verb(ModelSource, Explain, Recipe, CalibrationTexts, positional=("model", "layer", "scheme"))
+def explain(source: ModelSource, named: Explain, recipe: Recipe, texts: CalibrationTexts) -> Explanation:
     """Explain what compress() does to a layer, and why. Only config, index and headers of the model are read.
 
     Args:
-        options: other options of compress() that decide how weights are quantized.
-
     Returns:
         The explanation. Its `layers` has one item for all layers that are treated alike; its `to_json()` is what
         `--json` prints.
@@ -531,39 +465,22 @@ def explain(
     Raises:
         OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
     """
-    if not isinstance(layer, str):
-        raise UsageError(f"layer is of type {type(layer).__name__}, not a text", 'give a pattern such as "**.o_proj"')
-    for name in options:
-        if name not in inspect.signature(compress).parameters:
-            raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-
-    request = check_request({**options, "model": model, "scheme": scheme, "revision": revision, "dry_run": True})
+    run = Run(source.model, revision=source.revision, dry_run=True)
+    request = check_request(run, recipe, texts)
     ranks = Ranks()
     prepared = plan_of(complete_options(request, ranks, Reporter()), ranks)
     plan = prepared.plan
     return Explanation(
-        model=os.fspath(model),
+        model=os.fspath(source.model),
         revision=prepared.source.revision,
         architecture=plan.model.name,
         scheme=summary.scheme_name(plan),
-        layers=explain_modules(plan, layer),
+        layers=explain_modules(plan, named.layer),
     )
 
 
-@document_options(Diagnose)
-def diagnose(
-    model: str | os.PathLike[str],
-    scheme: SchemeName = "tensor",
-    *,
-    ignore: str | Sequence[str] = (),
-    full: bool = False,
-    architecture: str | None = None,
-    revision: str | None = None,
-    stream: bool = False,
-    scratch: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
-    reporter: Reporter | None = None,
-) -> Diagnosis:
+@verb(Diagnose, positional=("model", "scheme"))
+def diagnose(request: Diagnose, reporter: Reporter | None = None) -> Diagnosis:
     """Estimate the quantization error of each layer of a checkpoint from its weights alone. Nothing is written.
 
     Args:
@@ -575,7 +492,6 @@ def diagnose(
     Raises:
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
-    request = Diagnose.parse(**values_for(Diagnose, locals()))
     progress = partial((reporter or Reporter()).on_progress, unit="bytes")
     chosen = find_scheme(request.scheme)
 
@@ -592,7 +508,7 @@ def diagnose(
 
     rows = sum(layer.shape[0] for layer in layers)
     return Diagnosis(
-        model=os.fspath(model),
+        model=os.fspath(request.model),
         revision=source.revision,
         architecture=plan.model.name,
         scheme=chosen.name,
@@ -706,10 +622,7 @@ def _commit_to(publisher: Publisher) -> str:
     if not publisher.push.create_pr:
         return f"one commit to {publisher.revision or 'main'}"
 
-    number = publisher.open_request
-    if number is None:
-        return "a pull request is opened"
-    return f"one commit to pull request {number}, which is open"
+    return "a pull request is opened"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:
@@ -728,24 +641,9 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
     """Check a finished directory; what publishes it, and the files beside its shards."""
     digest, files = finished_files(path)
     require_sound(path, files)
-    _refuse_strangers(path, files)
     shards = [name for name in files if is_shard(name)]
     publisher = Publisher(target, path, digest, shards)
     return publisher, sorted([*files.difference(shards), *take_evaluation(publisher)])
-
-
-def _refuse_strangers(path: Path, files: Collection[str]) -> None:
-    """Refuse an output with files that compress() does not copy: earlier versions copied all there was."""
-    journal = read_journal(path) or {}
-
-    with output_errors(path, "read"):
-        belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
-    strangers = sorted(name for name in files if name not in belong and not is_shard(name) and name != INDEX_FILE)
-    if strangers:
-        raise OutputError(
-            f"{path / strangers[0]} is no file of a model, and would be public",
-            "convert the source again with this version; --copy PATTERN takes such files along",
-        )
 
 
 def _published_card(path: Path) -> bytes:

@@ -4,10 +4,9 @@
 and converts its own shards of it. Rank 0 claims the output directory, and writes index, card and config once all ranks
 are done. In an evaluation each rank runs its share of the texts, and rank 0 gathers the results.
 
-Ranks exchange their status through torch's TCPStore, which torchrun keeps; without torchrun rank 0 keeps it. Each rank
-has one key there that only it writes. Its value has a heartbeat, the values for each all-gather so far, and the error
-that ended the rank. A thread writes this rank's status and reads those of the others. The main thread waits for that
-thread and never for the store itself, because a call into the store does not hear signals.
+Ranks exchange values and errors through torch's TCPStore, which torchrun keeps; without torchrun rank 0 keeps it. A
+rank that waits asks the store again and again and sleeps between, because a call into the store does not hear signals.
+A launcher notices that a rank was killed, and ends the others. Without one the first rank waits, and says for whom.
 
     with Ranks.from_environment(os.environ) as ranks:
         ranks.agree(None, "ready")      # ["ready", "ready"], once both ranks are here
@@ -21,9 +20,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,22 +36,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_WORLD_SIZE = 1 << 16
-# Seconds between heartbeats.
-HEARTBEAT = 1.0
-# A rank is dead if its heartbeat has not changed for so many heartbeats of the rank that looks. They are counted and
-# not timed: ranks that were stopped together (Ctrl-Z, a closed laptop) have missed none.
-MISSED = 30
-# Shortest time in seconds between two exchanges with the store, while a rank waits for others.
+# Seconds between two looks at the store: while a rank waits, at first and later; and while it works.
 POLL = 0.02
-# Seconds after which the main thread wakes up from a wait, to hear signals.
 WAKE = 0.2
+LOOK = 0.5
 # Seconds until a rank says that it waits for ranks that have not come, or that are slower.
 SAY_MISSING = 2.0
 SAY_SLOW = 10.0
 # Seconds that a rank which failed, or was interrupted, waits for the others to hear of it.
 GRACE = 30.0
 GRACE_INTERRUPTED = 5.0
-# Bytes that are sent through the store at a time, between two heartbeats. The store's limit is 8 MiB.
+# Bytes that are sent through the store at a time. The store's limit is 8 MiB.
 CHUNK = 1 << 20
 
 # Hints for a rank that another rank ended: for any job, and for one that keeps finished shards.
@@ -103,7 +97,7 @@ class Ranks:
     patience: float = field(default=PATIENCE, compare=False)
     say: Callable[[str], object] | None = field(default=None, compare=False, repr=False)
     rerun_hint: str = field(default=RERUN, compare=False, repr=False)
-    _exchange: _StatusExchange | None = field(default=None, init=False, compare=False, repr=False)
+    _exchange: _Exchange | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
@@ -179,6 +173,23 @@ class Ranks:
             raise error
         return [value] if self.size == 1 else self._collective(lambda exchange: exchange.all_gather(value))
 
+    def first_does(self, do: Callable[[], T]) -> T:
+        """Call a function in rank 0 alone.
+
+        Args:
+            do: the function, without arguments. It returns what JSON can hold.
+
+        Returns:
+            In all ranks what the function returned.
+
+        Raises:
+            Exception: what the function raised, in rank 0.
+            OutputError: rank 0 failed or died.
+        """
+        value, error = attempt(do) if self.first else (None, None)
+        result: T = self.agree(error, value)[0]
+        return result
+
     def gather(self, data: bytes) -> list[bytes]:
         """Gather bytes of any length in rank 0. Waits until every rank has given some.
 
@@ -194,11 +205,11 @@ class Ranks:
         """
         return [] if self.size == 1 else self._collective(lambda exchange: exchange.gather(data))
 
-    def _collective(self, do: Callable[[_StatusExchange], T]) -> T:
+    def _collective(self, do: Callable[[_Exchange], T]) -> T:
         if self._exchange is None:
             if self.rendezvous is None:
                 raise UsageError(f"{self.size} ranks have no place to meet", "use Ranks.from_environment(os.environ)")
-            self._exchange = _StatusExchange(self, self.rendezvous)
+            self._exchange = _Exchange(self, self.rendezvous)
         try:
             return do(self._exchange)
         except OutputError as error:
@@ -211,8 +222,8 @@ class Ranks:
         Raises:
             OutputError: another rank has failed or died, or the store is lost.
         """
-        if self._exchange is not None and self._exchange.error is not None:
-            raise self._exchange.error
+        if self._exchange is not None:
+            self._exchange.check()
 
     def __enter__(self) -> Ranks:
         self._exchange = None
@@ -256,218 +267,128 @@ class _PeerError(OutputError):
     """Another rank's failure, which ended this rank too. The other ranks see it themselves."""
 
 
-@dataclass(frozen=True)
-class _Status:
-    """What a rank has written under its key.
+class _Exchange:
+    """What this rank tells the others through torch's TCPStore, and hears of them.
 
-    Attributes:
-        heartbeat: a counter that grows while the rank is alive.
-        values: what the rank gave to each all-gather so far.
-        failure: message and hint of the error that ended it.
-        left: whether the rank has left the job.
-    """
-
-    heartbeat: int = 0
-    values: Sequence[Any] = ()
-    failure: Sequence[str] | None = None
-    left: bool = False
-
-
-class _StatusExchange:
-    """Writes this rank's status to the store and reads the others', in a thread.
-
-    The main thread calls `all_gather`, `gather`, `report` and `close`. The thread runs `_run`. `_lock` guards all
-    fields that both use.
+    Keys are "2/1" for what rank 1 gave to the second all-gather; "failure" for what ended the job first; "ended/1" once
+    rank 1 does not work any more; and "left/1" once it needs the store no more.
 
     Args:
         ranks: this process among the ranks.
         rendezvous: where the store is.
 
     Attributes:
-        error: why this rank cannot go on: another rank failed or died, or the store is lost. None while all is well.
+        first_reports: whether rank 0 has ended by itself, and so prints what ended the job.
     """
 
     def __init__(self, ranks: Ranks, rendezvous: Rendezvous) -> None:
         self.ranks = ranks
         self.rank = ranks.rank
         self.rendezvous = rendezvous
-        self.error: _PeerError | None = None
+        self.first_reports = False
 
         self._others = [other for other in range(ranks.size) if other != ranks.rank]
-        # This rank's status as the main thread set it, and the last one that is in the store.
-        self._status = _Status()
-        self._written: _Status | None = None
-        # The statuses of the other ranks that have come.
-        self._statuses: dict[int, _Status] = {}
+        self._store: Any = None
+        # Number of all-gathers so far.
+        self._calls = 0
+        # When the current wait began, and what was said of it.
+        self._begin = 0.0
+        self._said = ""
 
-        # The last heartbeats of the others, and for how many heartbeats of this rank they have not changed.
-        self._heartbeats: dict[int, int] = {}
-        self._missed: Counter[int] = Counter()
-        self._heartbeat = 0
-        self._next_heartbeat = 0.0
-
-        # Why the store cannot be reached, as far as that is known.
-        self._unreachable: str | None = None
-        # Number of exchanges with the store since it was reached.
-        self._exchanges = 0
-        # How many exchanges the main thread had seen when it last woke up.
-        self._seen = 0
-        # How often in a row there was no new one.
-        self._stalls = 0
-
-        # The chunks that this rank is to send and to receive, by their keys; those that were received.
-        self._sending: deque[tuple[str, bytes]] = deque()
-        self._receiving: deque[str] = deque()
-        self._received: dict[str, bytes] = {}
-
-        # Seconds until the thread's next exchange, unless it is woken.
-        self._pause = HEARTBEAT
-        self._closed = False
+        # Why this rank cannot go on, and when to look for that again. Any thread may look.
+        self._error: _PeerError | None = None
+        self._next_look = 0.0
         self._lock = threading.Lock()
-        # By which the thread notifies the main thread of an exchange.
-        self._exchanged = threading.Condition(self._lock)
-        # By which the main thread wakes the thread up.
-        self._wanted = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._run, name="openquant-ranks", daemon=True)
-        self._thread.start()
-
-    # What the main thread calls.
-
-    @property
-    def first_reports(self) -> bool:
-        """Whether rank 0 has failed or left by itself, and so prints what ended the job."""
-        first = self._statuses.get(0, _Status())
-        return first.left or first.failure is not None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Wait until every rank has given a value. Returns all values, in order of the ranks."""
-        begin = time.monotonic()
-        # As the other ranks read it, so that all get the same.
-        value = json.loads(json.dumps(value))
-        printed = ""
-        with self._lock:
-            self._status = replace(self._status, values=[*self._status.values, value])
-            self._wake_thread(0.0)
+        self._begin = time.monotonic()
+        self._said = ""
+        if self._store is None:
+            self._store = self._connect()
 
-            while late := self._late():
-                if self.error is not None:
-                    raise self.error
-                waited = time.monotonic() - begin
-                text = f"rank {self.rank} waits for {self._describe(late)}"
-                if self._some_missing and waited > self.ranks.patience:
-                    raise OutputError(
-                        f"{text}, for {self.ranks.patience:g} seconds now",
-                        "start all ranks, with one MASTER_ADDR and MASTER_PORT; --rendezvous-timeout gives them longer",
-                    )
-
-                if self._is_worth_saying(waited) and self.ranks.say and text != printed:
-                    self.ranks.say(text)
-                    printed = text
-                self._wait_for_exchange(waited)
-
-            self._pause = HEARTBEAT
-            number = len(self._status.values) - 1
-            statuses = {**self._statuses, self.rank: self._status}
-            return [statuses[rank].values[number] for rank in range(self.ranks.size)]
-
-    def _is_worth_saying(self, waited: float) -> bool:
-        """Return whether a wait is so long that this rank says what it waits for."""
-        if self._some_missing and (self._exchanges > 0 or self._unreachable is not None):
-            return waited > SAY_MISSING
-        return self.rank == 0 and waited > SAY_SLOW
+        self._calls += 1
+        keys = [f"{self._calls}/{rank}" for rank in range(self.ranks.size)]
+        with self._lost_store():
+            self._store.set(keys[self.rank], json.dumps(value))
+            self._wait_for(keys)
+            return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Send bytes to rank 0. Returns in rank 0 the bytes of ranks 1, 2, ...; in the others an empty list."""
-        # The number of all-gathers so far makes the keys of this call unlike those of all others.
-        number = len(self._status.values)
-        first = self.rank == 0
-        chunks = [] if first else [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
+        chunks = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
         counts = self.all_gather(len(chunks))
-        keys = [[f"{rank}/{number}/{chunk}" for chunk in range(count)] for rank, count in enumerate(counts)]
 
+        with self._lost_store():
+            if self.rank == 0:
+                return [self._receive(rank, counts[rank]) for rank in self._others]
+            for number, chunk in enumerate(chunks):
+                self._store.set(f"{self._calls}/{self.rank}/{number}", chunk)
+        return []
+
+    def _receive(self, rank: int, count: int) -> bytes:
+        """Take the chunks of another rank out of the store."""
+        chunks = []
+        for number in range(count):
+            key = f"{self._calls}/{rank}/{number}"
+            self._wait_for([key])
+            chunks.append(self._store.get(key))
+            self._store.delete_key(key)
+        return b"".join(chunks)
+
+    def check(self) -> None:
+        """Raise an error if this rank cannot go on. The store is asked now and then only."""
         with self._lock:
-            self._sending.extend(zip(keys[self.rank], chunks, strict=True))
-            self._receiving.extend(key for of_rank in keys if first for key in of_rank)
-            while self._sending or self._receiving:
-                if self.error is not None:
-                    raise self.error
-                self._wait_for_exchange(0.0)
-            self._pause = HEARTBEAT
-            return [b"".join(map(self._received.pop, of_rank)) for of_rank in keys[1:] if first]
+            if self._error is None and self._store is not None and time.monotonic() >= self._next_look:
+                self._next_look = time.monotonic() + LOOK
+                self._error = self._find_error()
+            if self._error is not None:
+                raise self._error
+
+    def _find_error(self) -> _PeerError | None:
+        """What ended another rank, or the loss of the store, as an error of this one."""
+        try:
+            if not self._store.check(["failure"]):
+                return None
+            rank, message, hint = json.loads(self._store.get("failure"))
+        except RuntimeError as error:
+            return self._lost(_one_line(error))
+        self.first_reports = rank == 0
+        return _PeerError(message, hint)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks of an error, and wait until none works on: what they share may then be let go."""
-        with self._lock:
-            self._status = replace(self._status, failure=self._failure(error))
-            self._wait_until(lambda: all(status.failure or status.left for status in self._alive(self._others)), GRACE)
+        if self._store is None:
+            return
+        with suppress(RuntimeError):
+            self._tell(error)
+            here = [rank for rank in self._others if self._store.check([f"1/{rank}"])]
+            self._wait_until([f"ended/{rank}" for rank in here], GRACE)
 
     def close(self, error: BaseException | None) -> None:
         """Tell the other ranks that this one has left, and why; wait for those that still need it."""
-        with self._lock:
-            failure = self._failure(error) if error is not None else None
-            self._status = replace(self._status, failure=self._status.failure or failure, left=True)
+        if self._store is None:
+            return
+        grace = GRACE
+        if isinstance(error, KeyboardInterrupt):
+            grace = GRACE_INTERRUPTED
 
-            # If rank 0 keeps the store, the others need it to the end. A launcher ends all ranks as soon as one has
-            # failed, so a rank that failed waits until rank 0 has printed why.
-            keeps_store = self.rank == 0 and not self.rendezvous.agent_store
-            awaited: list[int] = []
-            if keeps_store:
-                awaited = self._others
-            elif error is not None and self.rank:
-                awaited = [0]
+        with suppress(RuntimeError):
+            self._tell(error)
+            # A launcher ends all ranks as soon as one has failed, so that one waits until rank 0 has printed why.
+            if error is not None and self.rank:
+                self._wait_until(["ended/0"], grace)
+                self.first_reports = self.first_reports or self._store.check(["ended/0"])
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0 and not self.rendezvous.agent_store:
+                here = [rank for rank in self._others if self._store.check([f"1/{rank}"])]
+                self._wait_until([f"left/{rank}" for rank in here], grace)
 
-            grace = GRACE_INTERRUPTED if isinstance(error, KeyboardInterrupt) else GRACE
-            self._wait_until(lambda: all(status.left for status in self._alive(awaited)), grace)
-            self._closed = True
-            self._wanted.notify_all()
-        self._thread.join(GRACE_INTERRUPTED)
-
-    def _wait_for_exchange(self, waited: float) -> None:
-        """Wait until the thread has exchanged statuses once more, or for WAKE seconds."""
-        # Counted and not timed, as heartbeats are.
-        self._stalls = 0 if self._some_missing or self._seen != self._exchanges else self._stalls + 1
-        self._seen = self._exchanges
-        if self._stalls * WAKE > MISSED * HEARTBEAT:
-            raise self._lost("it does not answer any more")
-        self._wake_thread(waited)
-        self._exchanged.wait(WAKE)
-
-    def _wait_until(self, done: Callable[[], bool], grace: float) -> None:
-        """Wait until this rank's status is in the store and `done` is true. Does not wait where there is no store."""
-        begin = time.monotonic()
-        self._wake_thread(0.0)
-        while self._exchanges and self._thread.is_alive() and (waited := time.monotonic() - begin) < grace:
-            if self._written is self._status and done():
-                return
-            self._wake_thread(waited)
-            self._exchanged.wait(WAKE)
-
-    def _wake_thread(self, waited: float) -> None:
-        """Make the thread exchange statuses often at first, and less often the longer this rank has waited."""
-        self._pause = min(HEARTBEAT / 2, max(POLL, waited / 10))
-        if not waited:
-            self._wanted.notify_all()
-
-    @property
-    def _some_missing(self) -> bool:
-        """Whether some ranks have not come yet."""
-        return len(self._statuses) < len(self._others)
-
-    def _late(self) -> list[int]:
-        """The ranks that have given fewer values than this one: those it waits for."""
-        count = len(self._status.values)
-        return [rank for rank in self._others if len(self._statuses.get(rank, _Status()).values) < count]
-
-    def _alive(self, ranks: list[int]) -> list[_Status]:
-        """The statuses of those of these ranks that have come and not died."""
-        return [self._statuses[rank] for rank in ranks if rank in self._statuses and self._missed[rank] < MISSED]
-
-    def _describe(self, late: list[int]) -> str:
-        """What this rank waits for, in words."""
-        if not self._exchanges:
-            return f"{self.rendezvous}" + (f" ({self._unreachable})" if self._unreachable else "")
-        names = ", ".join(map(str, late[:8])) + (f" and {len(late) - 8} others" if len(late) > 8 else "")
-        return f"rank{'s' * (len(late) > 1)} {names} at {self.rendezvous}"
+    def _tell(self, error: BaseException | None) -> None:
+        """Write that this rank has ended, and why if it is the first that failed."""
+        if error is not None:
+            self._store.compare_set("failure", "", json.dumps([self.rank, *self._failure(error)]))
+        self._store.set(f"ended/{self.rank}", "")
 
     def _failure(self, error: BaseException) -> tuple[str, str]:
         """Message and hint for the other ranks."""
@@ -480,40 +401,67 @@ class _StatusExchange:
             return f"{failed}: {error.message}", error.hint
         return f"{failed}: {error!r}", "see what that rank printed"
 
+    def _wait_for(self, keys: Sequence[str]) -> None:
+        """Wait until all keys are there. A key has the number of its rank behind its first slash."""
+        pause = POLL
+        while not self._store.check(keys):
+            self.check()
+            if time.monotonic() - self._begin > SAY_MISSING:
+                late = [key.split("/")[1] for key in keys if not self._store.check([key])]
+                names = ", ".join(late[:8]) + (f" and {len(late) - 8} others" if len(late) > 8 else "")
+                self._say(f"rank{'s' * (len(late) > 1)} {names} at {self.rendezvous}")
+            time.sleep(pause)
+            pause = min(WAKE, pause * 1.5)
+
+    def _wait_until(self, keys: Sequence[str], grace: float) -> None:
+        """Wait until all keys are there, for `grace` seconds at most."""
+        end = time.monotonic() + grace
+        while keys and not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(POLL)
+
+    def _say(self, what: str) -> None:
+        """Say what this rank waits for, once that takes a while; give up on ranks that do not come."""
+        text = f"rank {self.rank} waits for {what}"
+        waited = time.monotonic() - self._begin
+        arrives = self._calls <= 1
+        if arrives and waited > self.ranks.patience:
+            raise OutputError(
+                f"{text}, for {self.ranks.patience:g} seconds now",
+                "start all ranks, with one MASTER_ADDR and MASTER_PORT; --rendezvous-timeout gives them longer",
+            )
+
+        is_worth_saying = waited > SAY_MISSING if arrives else waited > SAY_SLOW and self.rank == 0
+        if is_worth_saying and self.ranks.say and text != self._said:
+            self.ranks.say(text)
+            self._said = text
+
+    @contextmanager
+    def _lost_store(self) -> Iterator[None]:
+        """Turn errors of the store into one that says that it is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(_one_line(error)) from None
+
     def _lost(self, reason: str) -> _PeerError:
         """The error of a rank that has lost the store."""
         return _PeerError(f"rank {self.rank} lost {self.rendezvous}: {reason}", self.ranks.rerun_hint)
 
-    # What the thread runs.
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                store = self._connect()
-                while not self._closed:
-                    self._exchange_once(store)
-                    with self._lock:
-                        self._wanted.wait(self._pause)
-            except Exception as error:
-                reason = _one_line(error)
-                with self._lock:
-                    if self.error is not None:
-                        return
-                    # Trying again cannot help if another program has the port, or if the launcher's store is gone.
-                    final = "EADDRINUSE" in reason or (self.rendezvous.agent_store and self._exchanges > 0)
-                    if final or not self._some_missing:
-                        self.error = self._lost(reason)
-                        self._exchanged.notify_all()
-                        return
-
-                    self._statuses.clear()
-                    self._exchanges = 0
-                    self._written = None
-                    self._unreachable = reason
-                    self._wanted.wait(HEARTBEAT / 2)
-
     def _connect(self) -> Any:
-        """Open the store, or serve it, and return the part of it that belongs to this call of the job."""
+        """Open the store, or serve it, once it can be reached."""
+        while True:
+            try:
+                return self._open()
+            except (OSError, RuntimeError) as error:
+                reason = _one_line(error)
+                # Another program has the port.
+                if "EADDRINUSE" in reason:
+                    raise self._lost(reason) from None
+            self._say(f"{self.rendezvous} ({reason})")
+            time.sleep(WAKE)
+
+    def _open(self) -> Any:
+        """Open or serve the store, and return the part of it that belongs to this call of the job."""
         import socket
 
         host = self.rendezvous.host
@@ -531,73 +479,13 @@ class _StatusExchange:
             port,
             None,
             serves,
-            timedelta(seconds=MISSED),
+            timedelta(seconds=GRACE),
             wait_for_workers=False,
             multi_tenant=True,
         )
         store = torch_distributed.PrefixStore(f"openquant/{self.rendezvous.restarts}", store)
         # A script may call compress() several times: the n-th calls of all ranks belong together.
         return torch_distributed.PrefixStore(str(store.add(f"calls/{self.rank}", 1)), store)
-
-    def _exchange_once(self, store: Any) -> None:
-        """Write this rank's status if it changed or its heartbeat is due; read the others'; move at most one chunk."""
-        with self._lock:
-            sending = next(iter(self._sending), None)
-            receiving = next(iter(self._receiving), None)
-            status = self._status
-            due = time.monotonic() >= self._next_heartbeat
-            self._heartbeat += due
-            come = set(self._statuses)
-
-        # Write.
-        if due or self._written is not status:
-            store.set(str(self.rank), json.dumps(asdict(replace(status, heartbeat=self._heartbeat))))
-        if sending is not None:
-            store.set(*sending)
-
-        # Read.
-        received = None
-        if receiving is not None and store.check([receiving]):
-            received = store.get(receiving)
-            store.delete_key(receiving)
-        present = [rank for rank in self._others if rank in come or store.check([str(rank)])]
-        data = store.multi_get([str(rank) for rank in present]) if present else []
-        statuses = {rank: _Status(**json.loads(text)) for rank, text in zip(present, data, strict=True)}
-
-        with self._lock:
-            if due:
-                self._next_heartbeat = time.monotonic() + HEARTBEAT
-                self._count_missed(statuses)
-            self._statuses = statuses
-            self._written = status
-            if sending is not None:
-                self._sending.popleft()
-            if received is not None:
-                self._received[self._receiving.popleft()] = received
-
-            self._exchanges += 1
-            self.error = self.error or self._peer_error()
-            self._exchanged.notify_all()
-
-    def _count_missed(self, statuses: Mapping[int, _Status]) -> None:
-        """Count for how many heartbeats of this rank those of the others have not changed."""
-        for rank, status in statuses.items():
-            if status.heartbeat == self._heartbeats.get(rank):
-                self._missed[rank] += 1
-            else:
-                self._missed[rank] = 0
-            self._heartbeats[rank] = status.heartbeat
-
-    def _peer_error(self) -> _PeerError | None:
-        """The failure or death of another rank, as an error of this one."""
-        for status in self._statuses.values():
-            if status.failure is not None:
-                return _PeerError(*status.failure)
-        for rank in self._statuses:
-            if self._missed[rank] >= MISSED:
-                silence = f"nothing was heard of it for {MISSED * HEARTBEAT:g} seconds"
-                return _PeerError(f"rank {rank} died: {silence}", self.ranks.rerun_hint)
-        return None
 
 
 def _one_line(error: Exception) -> str:

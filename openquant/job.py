@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
-from .files.cards import card_of, metadata_notes, split_card
-from .files.checkpoint import Checkpoint, Stamp, readable
+from .files.checkpoint import Checkpoint, Stamp
 from .files.destination import Needs, WeightFacts
-from .files.model_files import CARD_FILE, read_small
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import available_cpus, find_device
-from .options import Push, Run, files_read
+from .options import Run, files_read
 from .plan import summary
 from .plan.decisions import rounded_bytes
 from .plan.plan import Plan
@@ -57,29 +55,21 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Prepared(Opened):
     """A run that is ready to write.
 
     Attributes:
         run: options of the run.
-        source: where the checkpoint comes from.
-        checkpoint: its config, files and headers.
-        stamps: size, times and inode of each shard of a local source, taken before the plan was made.
         plan: the plan.
         target: the output directory.
         workers: number of threads, as many as memory allows.
-        device: device that computes codes: "cpu", or a torch device such as "cuda:1".
         fast: whether to use compiled loops, which take memory and time to load.
     """
 
     run: Run
-    source: Source
-    checkpoint: Checkpoint
-    stamps: Mapping[str, Stamp]
     plan: Plan
     target: Path
     workers: int
-    device: str
     fast: bool
 
     @property
@@ -298,27 +288,7 @@ def prepare(
         workers = max(1, min(workers, for_workers // per_worker))
         fast = fast and for_workers >= workers * per_worker + COMPILED_MEMORY
 
-    if run.push is not None:
-        plan = replace(plan, notes=(*plan.notes, *_card_notes(run, run.push, opened, plan, target)))
-    return Prepared(run, source, opened.checkpoint, opened.stamps, plan, target, workers, device, fast)
-
-
-def _card_notes(run: Run, push: Push, opened: Opened, plan: Plan, target: Path) -> list[str]:
-    """Say what the card that will be published does not give. Of a repository, the source's card is fetched."""
-    source = opened.source
-    card = target / CARD_FILE
-    with readable():
-        earlier = card.is_file() and not run.overwrite
-        text = read_small(card, str(card)).decode(errors="replace") if earlier else ""
-    if not earlier and CARD_FILE in plan.files:
-        source.fetch_files([CARD_FILE])
-        text = card_of(opened.checkpoint)
-
-    keys = {*split_card(text)[1]}
-    if not earlier:
-        # The card of an earlier run is published with what the user added. A new one has the base model that is known.
-        keys = keys - {"base_model"} | ({"base_model"} if source.repo else set())
-    return metadata_notes(keys, f"{CARD_FILE} in {push.name}" if push.only else str(card))
+    return Prepared(**vars(opened), run=run, plan=plan, target=target, workers=workers, fast=fast)
 
 
 @contextmanager

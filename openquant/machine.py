@@ -207,7 +207,7 @@ def give_memory_back() -> None:
 
 
 def reached_limit(error: BaseException) -> OpenQuantError | None:
-    """Return an error that names the limit of this process, such as `ulimit -n`, which caused another error.
+    """Return an error that names the limit of this process, such as that of open files, which caused another error.
 
     Args:
         error: the error; its causes are looked at too.
@@ -241,35 +241,18 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
 
     if number in (errno.EMFILE, errno.ENFILE):
         return (
-            f"no more files can be opened: {_limits(files=True)}",
-            "raise that limit, then run the same command again",
+            "no more files can be opened",
+            "raise that limit (ulimit -n), then run the same command again",
         )
 
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return (
-            f"no thread can be started: {_limits(processes=True, memory=True)}",
-            "raise that limit (in a container also its limit on processes), then run the same command again",
+            "no thread can be started",
+            "raise the limits of processes and memory (ulimit -u and -v, or the container's), or use fewer --workers",
         )
 
     # The system's loader gives no error number for a library that does not fit into memory.
     unloaded = isinstance(error, (ImportError, OSError)) and ("failed to map" in text or "cannot allocate" in text)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or unloaded:
-        return f"memory ran out: {_limits(memory=True)}", "raise that limit, or use fewer --workers"
+        return "memory ran out", "raise the limit of memory (ulimit -v, or the container's), or use fewer --workers"
     return None
-
-
-def _limits(files: bool = False, processes: bool = False, memory: bool = False) -> str:
-    """Return the limits that are set, as a shell names them: 'ulimit -v is 500000'."""
-    kinds = [
-        (files, "RLIMIT_NOFILE", "-n", 1),
-        (processes, "RLIMIT_NPROC", "-u", 1),
-        (memory, "RLIMIT_AS", "-v", 1024),
-        (memory, "RLIMIT_DATA", "-d", 1024),
-    ]
-    limits = []
-    for is_wanted, name, option, unit in kinds:
-        # Not every system has all limits.
-        value = resource.getrlimit(getattr(resource, name))[0] if is_wanted and hasattr(resource, name) else -1
-        if value not in (-1, resource.RLIM_INFINITY):
-            limits.append(f"ulimit {option} is {value // unit}")
-    return ", ".join(limits) or "no limit is set with ulimit, so it is the machine's or the container's"

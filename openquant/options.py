@@ -6,17 +6,18 @@ text of that field: `--help` its first sentence, docstrings all of it. Options t
     Recipe(scheme="block", ignore=["lm_head"])
     Run("Qwen/Qwen3-8B", dry_run=True, max_memory="2GB")
 
-A new option is a field here and a parameter of the function that takes it.
+A new option is a field here: `verb` makes parameters of fields, and `tools/stub.py` writes them for editors.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -53,8 +54,7 @@ MAX_LENGTH = 1 << 20
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 
-Target = TypeVar("Target")
-Group = TypeVar("Group", bound="OptionGroup")
+Output = TypeVar("Output")
 
 
 class Option(NamedTuple):
@@ -264,19 +264,19 @@ class OptionGroup:
         UsageError: a value cannot be read, or is out of range.
     """
 
-    @classmethod
-    def parse(cls: type[Group], **values: Any) -> Group:
-        """Return the options with these values, by field name, in any form that the public functions take."""
-        return cls(**values)
-
     def __post_init__(self) -> None:
         annotations = _annotations(type(self))
         for name, option in options_of(type(self)).items():
             given = getattr(self, name)
             read = _read_all(name, option, given) if option.repeated else _read(name, option, given)
 
-            if not isinstance(given, Mapping):
+            if not (option.repeated and isinstance(given, Mapping)):
                 _check_type(name, option, annotations[name], read)
+            if option.choices and read is not None and read not in option.choices:
+                flag = flags_of(name, option)[-1]
+                raise UsageError(
+                    f"{flag}: {read} is none of {', '.join(option.choices)}", f"choose one, or leave {flag} out"
+                )
             object.__setattr__(self, name, read)
 
 
@@ -672,6 +672,8 @@ class Recipe(OptionGroup):
             for pattern, scheme in self.scheme_for:
                 schemes.setdefault(pattern, scheme)
             object.__setattr__(self, "scheme_for", schemes)
+        if not all(isinstance(text, str) for pair in (self.scheme_for or {}).items() for text in pair):
+            raise UsageError("scheme_for has what is no text", "give names of schemes by patterns")
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
         if self.scheme in _OF_UNCHANGED:
@@ -778,12 +780,10 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
     )
     push: Push | None = option(None, "Publish the output on the Hub. A text is the name of the repository.")
 
-    @classmethod
-    def parse(cls: type[Group], **values: Any) -> Group:
-        """Return the options with these values, by field name, where `push` may be a name."""
-        if values.get("push") is not None:
-            values["push"] = push_target(values["push"])
-        return cls(**values)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.push is not None:
+            object.__setattr__(self, "push", push_target(self.push))
 
 
 def _require_context(context: int) -> None:
@@ -876,10 +876,6 @@ class CompareSchemes(ModelSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_context(self.context)
-        if self.kv_cache not in ("fp8", "auto"):
-            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
-        if self.engines not in (None, "vllm", "sglang", "both"):
-            raise UsageError(f"--for {self.engines} is no engine", "choose vllm, sglang or both")
 
 
 @dataclass(frozen=True)
@@ -1036,8 +1032,6 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError(
                 "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
             )
-        if self.kv_cache not in ("fp8", "auto"):
-            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
         if not 0 <= self.seed < 1 << 32:
             raise UsageError(f"{self.seed} is no seed", f"give --seed from 0 to {(1 << 32) - 1:,}")
 
@@ -1084,7 +1078,7 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Explain:
+class Explain(OptionGroup):
     """The layer to explain."""
 
     layer: str = option(
@@ -1254,31 +1248,68 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
     return files
 
 
-def document_options(*kinds: type) -> Callable[[Target], Target]:
-    """Return a decorator that adds the texts of options to a function's docstring, which must have `Args:`.
+# What a caller may give for an option that is kept in another form.
+_TAKEN = {
+    "group_size": "GroupSize | None",
+    "push": "Push | str | None",
+    "scheme_for": "Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None",
+}
+
+
+def verb(
+    *kinds: type, positional: Sequence[str], without: Collection[str] = ()
+) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
+    """Return a decorator that makes a public function of one that takes an object of each class of options.
+
+    The public function takes all options by name, and the other parameters of the function. Its signature and its
+    docstring, which must have `Args:`, have them all.
 
     Args:
-        kinds: the classes that have the options. Parameters that the docstring names itself stay as they are.
-
-    Returns:
-        The decorator, which changes the function's docstring and returns the function.
+        kinds: the classes, in the order of the function's first parameters.
+        positional: names of the options that may be given by position.
+        without: names of options to leave out.
     """
-    documented_options = {name: option for kind in kinds for name, option in options_of(kind).items()}
+    options = {name: (kind, option) for kind in kinds for name, option in options_of(kind).items()}
+    names = [*positional, *(name for name in options if name not in (*positional, *without))]
 
-    def complete(function: Target) -> Target:
-        assert callable(function)
+    def complete(function: Callable[..., Output]) -> Callable[..., Output]:
+        own = list(inspect.signature(function).parameters.values())[len(kinds) :]
+        parameters = [_parameter(name, *options[name], name in positional) for name in names]
+        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        signature = inspect.signature(function).replace(parameters=parameters)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **values: Any) -> Output:
+            try:
+                given = signature.bind(*arguments, **values).arguments
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            groups = [kind(**values_for(kind, given)) for kind in kinds]
+            return function(*groups, **{name: given[name] for name in given if name not in names})
+
         # Python 3.13 removes the indentation of docstrings; cleandoc does it in all versions.
         text = inspect.cleandoc(function.__doc__ or "")
-        named = re.findall(r"^    (\w+): ", text, re.MULTILINE)
-        missing = {
-            name: documented_options[name]
-            for name in inspect.signature(function).parameters
-            if name in documented_options and name not in named
-        }
-        function.__doc__ = text.replace("Args:\n", "Args:\n" + _describe(missing), 1)
-        return function
+        described = {name: options[name][1] for name in names if f"\n    {name}: " not in text}
+        call.__doc__ = text.replace("Args:\n", "Args:\n" + _describe(described), 1)
+        vars(call)["__signature__"] = signature
+        return call
 
     return complete
+
+
+def _parameter(name: str, kind: type, option: Option, is_positional: bool) -> inspect.Parameter:
+    """Return an option as a parameter, whose annotation has all types that a caller may give."""
+    annotation = _TAKEN.get(name, _annotations(kind)[name])
+    if annotation.startswith("Sequence["):
+        annotation = f"{annotation[len('Sequence[') : -1]} | {annotation}"
+    if option.read in (size, tokens):
+        annotation = annotation.replace("int", "int | str")
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD if is_positional else inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if option.default is MISSING else option.default,
+        annotation=annotation,
+    )
 
 
 def _describe(options: Mapping[str, Option]) -> str:

@@ -14,10 +14,8 @@ A recipe that is read is not trusted.
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from .files.checkpoint import readable
 from .files.model_files import JOURNAL_FILE, parse_json, read_small, short_repr
 from .formats.names import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
-from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
+from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of, values_for
 from .plan.decisions import PlanOptions
 from .version import __version__
 from .weights.weight import UNDECIDED
@@ -36,8 +34,6 @@ from .weights.weight import UNDECIDED
 FORMAT = 1
 # Bytes. A recipe may be in a journal, which names every file of a large output.
 MAX_RECIPE = 64 << 20
-MAX_OPTIONS = 10_000
-MAX_LETTERS = 10_000
 _KINDS = (Recipe, CalibrationTexts)
 _MEND = "give the .openquant.json of an output, or leave --recipe out"
 
@@ -108,14 +104,14 @@ def recipe_command(options: Mapping[str, Any]) -> str:
     return shlex.join(word for pair in option_words(options) for word in pair if word is not None)
 
 
-def read_recipe(path: Path) -> list[str]:
+def read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe.
 
     Args:
         path: an output directory, its `.openquant.json`, or a file with the recipe alone.
 
     Returns:
-        Arguments for the command line: ["--scheme=int4", "--gptq"].
+        Options by their names in Python: {"scheme": "int4", "gptq": True}.
 
     Raises:
         UsageError: the file has no recipe, one of another version's format, or one with something that is no option of
@@ -126,9 +122,6 @@ def read_recipe(path: Path) -> list[str]:
     with readable():
         data = read_small(file, str(file), MAX_RECIPE)
     content = parse_json(data, str(file))
-    # An object with a key twice is refused.
-    json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, file))
-
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
     if not isinstance(recipe, dict) or not isinstance(options, dict) or type(recipe.get("format")) is not int:
@@ -145,39 +138,17 @@ def read_recipe(path: Path) -> list[str]:
         raise UsageError(
             f"{file} has {short_repr(unknown[0])}, which is no option of compress that a recipe has", _MEND
         )
-    for name, value in options.items():
-        if not _fits(value, allowed[name], name):
-            flag = flags_of(name, allowed[name])[-1]
-            raise UsageError(f"{file}: {name} is {short_repr(value)}, which {flag} does not take", _MEND)
-    return [flag if value is None else f"{flag}={value}" for flag, value in option_words(options)]
-
-
-def _unique(pairs: Sequence[tuple[str, Any]], file: Path) -> dict[str, Any]:
-    """An object of a recipe, refused if a key is there twice: one of the values would count for nothing."""
-    counts = Counter(key for key, _ in pairs)
-    if twice := [key for key, count in counts.items() if count > 1]:
-        raise UsageError(f"{file} has {short_repr(twice[0])} twice in one place", "leave one of them out")
-    return dict(pairs)
+    try:
+        for kind in _KINDS:
+            kind(**values_for(kind, options))
+    except UsageError as error:
+        raise UsageError(f"{file}: {error.message}", _MEND) from None
+    return options
 
 
 def _allowed_options() -> dict[str, Option]:
     """Return the options that a recipe may have: all but a calibration file, which fits one model only."""
     return {name: option for kind in _KINDS for name, option in options_of(kind).items() if name != "calibration"}
-
-
-def _fits(value: object, option: Option, name: str) -> bool:
-    """Return whether a value has the option's type. The command checks the value itself."""
-    if option.value is None:
-        return value is True
-    if option.repeated:
-        kind = dict if name == "scheme_for" else list
-        if not isinstance(value, kind) or len(value) > MAX_OPTIONS:
-            return False
-        words = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(isinstance(word, str) and len(word) <= MAX_LETTERS for word in words)
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= MAX_LETTERS)
 
 
 @dataclass(frozen=True)
@@ -217,9 +188,6 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> tuple[Scheme | None
     Raises:
         UsageError: options contradict each other, nothing uses one of them, or there is no such scheme.
     """
-    if recipe.kv_cache not in ("fp8", "auto"):
-        raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
-
     scheme, others = _schemes(recipe)
     fp8_cache = recipe.kv_cache == "fp8"
     schemes = [scheme, *(other for _, other in others)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
-from .convert.conversion import Progress, WeightFindings, check_written, convert
-from .distributed import Ranks, attempt
+from .convert.conversion import WeightFindings, check_written, convert
+from .distributed import Ranks
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
-from .files.checkpoint import Fingerprint, Stamp, open_checkpoint, readable
+from .files.checkpoint import Fingerprint, open_checkpoint, readable
 from .files.destination import output_errors
 from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, read_small
 from .files.output import REPLACE, Claim
@@ -90,12 +90,10 @@ class _Work(NamedTuple):
 
     Attributes:
         unfinished: names of the shards to convert; None if nothing at all is left to do.
-        changed: names of the source shards whose size or times changed since an output shard was made from them.
         repository: repository to push to; "" if nothing is pushed.
     """
 
     unfinished: list[str] | None
-    changed: list[str]
     repository: str
 
 
@@ -165,19 +163,14 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             stack.enter_context(publisher)
 
         # GPTQ rounds layers before the conversion.
-        if corpus is not None and (unfinished or work.changed):
+        if corpus is not None and unfinished:
             plan = in_all_ranks(ranks, lambda: apply_gptq(prepared, corpus, ranks, reporter))
             writing = replace(writing, prepared=replace(prepared, plan=plan))
 
-        if unfinished is not None or work.changed:
-            outdated = _outdated_shards(plan, work)
-            _report_start(writing, work, outdated)
-            if work.changed:
-                _recheck_shards(writing, outdated, set(work.changed))
-
         if unfinished is not None:
+            _report_start(writing, unfinished)
             findings = _convert_shards(writing, unfinished)
-            unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished, findings))
+            unread_shards = ranks.first_does(lambda: _finish_output(writing, unfinished, findings))
 
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
@@ -192,15 +185,7 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
         SourceError: the output there was made from another source.
         OutputError: openquant did not write the output directory, or it cannot be written to.
     """
-    ranks = writing.ranks
-
-    def find() -> _Work | None:
-        if not ranks.first:
-            return None
-        return _unfinished_work(writing, stack.enter_context(writing.claim))
-
-    work, error = attempt(find)
-    return _Work(*ranks.agree(error, work)[0])
+    return _Work(*writing.ranks.first_does(lambda: _unfinished_work(writing, stack.enter_context(writing.claim))))
 
 
 def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
@@ -211,45 +196,32 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
         # It may have been damaged since an earlier run finished it.
         require_sound(prepared.target, claim.contents.files.keys())
 
-    gone = sorted(claim.changed_sources - prepared.stamps.keys())
-    if gone:
-        raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
-    if publisher:
-        if claim.changed_sources:
+    changed = claim.changed_sources
+    if not claim.complete:
+        # What an unfinished output has of another shard is made again.
+        changed = changed - prepared.stamps.keys()
+    if changed:
+        raise SourceError(f"{prepared.source.root / min(changed)} changed since {prepared.target} was made", REPLACE)
+    if claim.changed_sources:
+        layout = prepared.plan.layout
+        outdated = [shard.name for shard in layout.shards if layout.sources(shard.name) & claim.changed_sources]
+        claim.discard(outdated)
+        if publisher:
             publisher.forget_uploads()
-        publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
+    if publisher:
+        publisher.prepare(writing.generated[CARD_FILE])
 
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
-    return _Work(None if claim.complete else unfinished, sorted(claim.changed_sources), repository)
+    return _Work(None if claim.complete else unfinished, repository)
 
 
-def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:
-    """Return the finished shards whose source changed since."""
-    unfinished, changed = set(work.unfinished or ()), set(work.changed)
-    return [
-        shard
-        for shard in plan.layout.shards
-        if shard.name not in unfinished and plan.layout.sources(shard.name) & changed
-    ]
-
-
-def _report_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> None:
+def _report_start(writing: _Writing, unfinished: Sequence[str]) -> None:
     """Report the bytes of the source, and how many of them an earlier run has converted."""
-    plan, left = writing.prepared.plan, {*(work.unfinished or ()), *(shard.name for shard in outdated)}
-    sizes = {shard.name: plan.layout.count_source_bytes(shard.name) for shard in plan.layout.shards}
-    writing.reporter.on_start(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
-
-
-def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[str]) -> None:
-    """Compare finished shards whose source changed with what it gives now; each rank compares its share.
-
-    Raises:
-        SourceError: the source gives other bytes now.
-    """
-    ranks, mine = writing.ranks, writing.ranks.share(outdated)
-    in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advance))
-    in_all_ranks(ranks, lambda: writing.claim.renew() if ranks.first else None)
+    layout = writing.prepared.plan.layout
+    sizes = {shard.name: layout.count_source_bytes(shard.name) for shard in layout.shards}
+    total = sum(sizes.values())
+    writing.reporter.on_start(total, total - sum(sizes[name] for name in unfinished))
 
 
 def _convert_shards(writing: _Writing, unfinished: list[str]) -> WeightFindings:
@@ -294,7 +266,7 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
             )
         except (SourceError, PlanError):
             # Bytes at the planned offsets of a replaced shard look like damaged weights.
-            _find_moved(prepared)
+            _require_unmoved(prepared)
             raise
 
     if publisher:
@@ -303,7 +275,7 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
 
 
 def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFindings) -> int:
-    """Write all other files, check the output and mark it as finished. Only the first rank does it.
+    """Write all other files, check the output and mark it as finished.
 
     Args:
         writing: the run.
@@ -316,8 +288,6 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
     prepared, claim = writing.prepared, writing.claim
     plan, push, target = prepared.plan, prepared.run.push, prepared.target
     unread_shards = 0
-    if not writing.ranks.first:
-        return unread_shards
 
     for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
         if (target / name).is_file():
@@ -330,7 +300,6 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
     _write_others(writing, findings.lost_layers)
     # A run that only pushes has deleted the shards that are on the Hub.
     if not (push and push.only):
-        _require_all(target, (shard.name for shard in plan.layout.shards))
         _check_finished(target, plan, claim.resumed)
     claim.finish()
     return unread_shards
@@ -442,16 +411,6 @@ def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
         ) from None
 
 
-def _require_all(target: Path, shards: Iterable[str]) -> None:
-    """Refuse to finish an output without all its shards: ranks may see different directories."""
-    for name in shards:
-        if not (target / name).is_file():
-            raise OutputError(
-                f"{target / name} was written, and is not there",
-                "let all ranks write to one directory, and nothing else touch it; then run the same command again",
-            )
-
-
 def publisher_of(prepared: Prepared) -> Publisher | None:
     """Return what publishes the output of a run; None if it is not published."""
     plan, push = prepared.plan, prepared.run.push
@@ -479,50 +438,18 @@ def generate_files(prepared: Prepared, leave_out: Container[str] = ()) -> dict[s
     return {name: make() for name, make in makers.items() if name not in leave_out}
 
 
-def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str], progress: Progress) -> None:
-    """Convert finished shards again, in memory, and compare them byte for byte with their files.
-
-    Args:
-        writing: the run.
-        shards: shards whose source changed.
-        changed: names of the source shards that changed.
-        progress: called with bytes of the source that were compared.
+def _require_unmoved(prepared: Prepared) -> None:
+    """Refuse a source that was written to since the plan was made.
 
     Raises:
-        SourceError: the source gives other bytes now.
-    """
-    prepared, directory = writing.prepared, writing.claim.directory
-    plan, root = prepared.plan, prepared.source.root
-    against = {shard.name: _name_files(root, sorted(plan.layout.sources(shard.name) & changed)) for shard in shards}
-    with ShardSupply(prepared.source, {}, None) as supply:
-        transfer = _Transfer(supply, None, writing.ranks)
-        convert(plan, shards, transfer, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
-
-
-def _find_moved(prepared: Prepared) -> dict[str, Stamp]:
-    """Return the current stamps of the source shards that were written to since the plan was made.
-
-    Raises:
-        SourceError: a shard has another header now, so its tensors are not where the plan reads them.
+        SourceError: a shard has another size, or other times.
     """
     source, checkpoint = prepared.source, prepared.checkpoint
-    # The inode is not compared: some network file systems change it now and then, and a replaced file has another
-    # time of change anyway.
-    moved = {
-        name: stamp for name, stamp in source.stamps(checkpoint).items() if stamp[:-1] != prepared.stamps[name][:-1]
-    }
-
-    for name in moved:
-        source.require_header(checkpoint, name)
-    return moved
-
-
-def _name_files(root: Path, names: Sequence[str]) -> str:
-    """Return files, one of which changed, for a message: "one of a.safetensors, b.safetensors in /models/x"."""
-    if len(names) == 1:
-        return str(root / names[0])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"one of {', '.join(names[:3])}{more} in {root}"
+    now = source.stamps(checkpoint)
+    # Without the inode, which some network file systems change now and then; a replaced file has another ctime anyway.
+    moved = [name for name, stamp in now.items() if stamp[:-1] != prepared.stamps[name][:-1]]
+    if moved:
+        raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
 
 
 def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
@@ -532,26 +459,12 @@ def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
     prepared, claim, generated = writing.prepared, writing.claim, writing.generated
     directory = claim.directory
     source, plan = prepared.source, prepared.plan
-    moved = _find_moved(prepared)
+    _require_unmoved(prepared)
     digests = source.digests(prepared.checkpoint)
     copied = plan.files.keys() - generated.keys()
     changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
     if changed - copied:
         raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
-
-    # Shards whose source was written to meanwhile are compared with what it gives now.
-    shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved.keys()]
-    if moved and _has_values_of_weights(plan):
-        raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
-    gone = [shard.name for shard in shards if not (directory.path / shard.name).is_file()]
-    if gone:
-        raise SourceError(
-            f"{source.root / min(moved)} changed while it was being converted, and {gone[0]} is on the Hub already",
-            "run the same command again: all shards are made and uploaded again",
-        )
-    if moved:
-        _compare_shards(writing, shards, moved.keys(), lambda _: writing.reporter.on_advance(0))
-        claim.sources = {**claim.sources, **moved}
 
     for name in copied:
         if name in changed or not claim.is_finished(name):
@@ -561,13 +474,6 @@ def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
             data = with_notes(data.decode(), lost_notes(sorted(lost_layers))).encode()
         if not claim.is_finished(name):
             directory.write(name, data)
-
-
-def _has_values_of_weights(plan: Plan) -> bool:
-    """Return whether a plan has values that follow from the source's weights, which comparing with it does not show."""
-    options = plan.options
-    calibrated = options.calibration is not None or options.transforms is not None or options.gptq is not None
-    return calibrated or bool(plan.source.quant_states)
 
 
 def _card(plan: Plan, source: Source, target: Path) -> bytes:

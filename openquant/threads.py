@@ -1,7 +1,7 @@
 """Work on several threads while the main thread waits and can handle signals.
 
-Futures are those of concurrent.futures. Only `Helpers` uses its thread pool: Python does not exit before the threads of
-a pool have ended, and a request to the Hub may never end.
+Futures are those of concurrent.futures, without its thread pool: Python does not exit before the threads of a pool have
+ended, and a request to the Hub may never end.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -69,23 +69,19 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
 
     Args:
         work: function that returns soon once `stopped` is set.
-        count: number of threads. If the system starts fewer, those work; if it starts none, the calling thread does.
+        count: number of threads.
         stopped: is set when the wait is over, also if an interrupt or an error ends it.
 
     Raises:
         BaseException: the first error that `work` raised.
     """
-    futures: list[Future[None]] = [Future() for _ in range(count)]
-    running: set[Future[None]] = set()
+    futures: list[Future[None]] = []
     try:
         with memory_used_again():
-            for future in futures:
-                if not _try_start(_call_once(work, future), f"openquant-{len(running)}"):
-                    break
-                running.add(future)
-            if not running:
-                work()
+            for number in range(count):
+                futures.append(in_thread(work, f"openquant-{number}"))
 
+            running = set(futures)
             while running:
                 # The timeout lets the main thread handle signals.
                 done, running = wait(running, 0.2, FIRST_COMPLETED)
@@ -95,8 +91,7 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
                         future.result()
     finally:
         stopped.set()
-        # An interrupt may have come after a thread was started and before it was noted.
-        wait([future for future in futures if not future.cancel()])
+        wait(futures)
 
 
 def in_parallel(make: Callable[[Item], Output], items: Sequence[Item], count: int) -> Generator[Output, None, None]:
@@ -130,73 +125,26 @@ def in_parallel(make: Callable[[Item], Output], items: Sequence[Item], count: in
             wait(running, 0.2, FIRST_COMPLETED)
 
 
-def in_thread(do: Callable[[], Output]) -> Future[Output]:
-    """Call a function on a thread for which Python's exit does not wait; on this thread if none can be started.
+def in_thread(do: Callable[[], Output], name: str = "openquant") -> Future[Output]:
+    """Call a function on a thread for which Python's exit does not wait.
 
     Args:
         do: the function, without arguments.
+        name: name of the thread.
 
     Returns:
         The future of its result.
+
+    Raises:
+        RuntimeError: the system allows no more threads.
     """
     future: Future[Output] = Future()
-    call = _call_once(do, future)
-    if not _try_start(call, "openquant"):
-        call()
-    return future
-
-
-class Helpers:
-    """A thread pool whose callers do the work themselves if no thread can be started; a context manager.
-
-    Leaving the context waits for all submitted calls.
-
-    Args:
-        count: largest number of threads.
-        name: beginning of the threads' names.
-    """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(count, name)
-
-    def __enter__(self) -> Helpers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown()
-
-    def submit(self, do: Callable[[], None]) -> Future[None]:
-        """Call `do` on a thread of the pool. Returns the future of the call."""
-        future: Future[None] = Future()
-        call = _call_once(do, future)
-        try:
-            self._pool.submit(call)
-        except (RuntimeError, MemoryError):
-            # No thread could be started. One of the pool may still make the call, so it is made once only.
-            call()
-        return future
-
-
-def _call_once(do: Callable[[], Output], future: Future[Output]) -> Callable[[], None]:
-    """Return a function whose first call calls `do`, unless the future is cancelled, and sets the future's result."""
-    first = threading.Lock()
 
     def call() -> None:
-        if first.acquire(blocking=False) and future.set_running_or_notify_cancel():
-            try:
-                result = do()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+        try:
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
 
-    return call
-
-
-def _try_start(do: Callable[[], None], name: str) -> bool:
-    """Start a thread. Returns False if the system allows no more threads, or has no memory for its stack."""
-    try:
-        threading.Thread(target=do, name=name, daemon=True).start()
-    except (RuntimeError, MemoryError):
-        return False
-    return True
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -205,15 +205,14 @@ def planned(asked: Mapping[str, Any]) -> str:
     gc.disable()
     try:
         compared = {name: options[name] for name in _OF_TABLE if name in options}
-        request = CompareSchemes.parse(
-            model=opened.repo, gpu=asked["gpu"] or None, context=asked["context"] or "8k", **compared
-        )
+        compared |= {"gpu": asked["gpu"] or None, "context": asked["context"] or "8k"}
+        request = CompareSchemes(model=opened.repo, **compared)
         table = table_of(request, opened.checkpoint, identity, opened.commit)
         mixture = asked["scheme"] == MIXTURE
         if mixture:
             _check_mixture(asked["gpu"], options)
         scheme = table.best or "int4" if mixture else asked["scheme"] or table.best or "int4"
-        recipe = Recipe.parse(scheme=scheme, **options)
+        recipe = Recipe(scheme=scheme, **options)
         chosen, options_of_plan = check_recipe(recipe, CalibrationTexts())
         if chosen is None:
             raise UsageError(f"--scheme {scheme} is for the command line", "choose another scheme")
@@ -256,7 +255,7 @@ def _figures(plan: Plan, opened: _Opened) -> dict[str, Any]:
 def _check_mixture(gpu: str, options: Mapping[str, Any]) -> None:
     if not gpu:
         raise UsageError("a mixture needs a GPU to fit", "name one such as 4090 or 2x24GB, or choose a scheme")
-    refuse_options(Recipe.parse(**options))
+    refuse_options(Recipe(**options))
 
 
 def _check_room(gpu: str, context: int, plan: Plan) -> None:

@@ -64,7 +64,7 @@ def test_errors_come_out_of_a_pool_of_processes() -> None:
 
 
 def test_a_name_is_enough_to_push_to() -> None:
-    assert Run.parse(model="m", push="you/name").push == openquant.Push("you/name")
+    assert Run(model="m", push="you/name").push == openquant.Push("you/name")
     with pytest.raises(UsageError, match="^push is of type int, not a name or a Push$"):
         openquant.compress(EXAMPLE, dry_run=True, push=3)
     with pytest.raises(openquant.OutputError, match="missing"):

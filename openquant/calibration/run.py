@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +26,7 @@ from ..files.shardfile import LayerStore, TensorPlace
 from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, document_options, files_read, values_for
+from ..options import Calibrate, CalibrationTexts, files_read, verb
 from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
 from ..result import Place, Preview, Reporter
@@ -52,23 +50,9 @@ if TYPE_CHECKING:
     from ..streaming.pass_checkpoint import PassCheckpoint
 
 
-@document_options(Calibrate, CalibrationTexts)
+@verb(Calibrate, CalibrationTexts, positional=("model", "out"))
 def calibrate(
-    model: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    *,
-    revision: str | None = None,
-    stream: bool = False,
-    overwrite: bool = False,
-    device: str = "cpu",
-    max_memory: int | str | None = None,
-    scratch: str | os.PathLike[str] | None = None,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    dataset: str | None = None,
-    samples: int = 128,
-    length: int = 512,
-    ranks: Ranks | None = None,
-    reporter: Reporter | None = None,
+    options: Calibrate, texts: CalibrationTexts, ranks: Ranks | None = None, reporter: Reporter | None = None
 ) -> Path:
     """Run texts through a model, and write its input statistics to a file for `compress(calibration=...)`.
 
@@ -82,10 +66,6 @@ def calibrate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    given = locals()
-    options = Calibrate.parse(**values_for(Calibrate, given))
-    texts = CalibrationTexts.parse(**values_for(CalibrationTexts, given))
-
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)

@@ -1,6 +1,6 @@
 """The command line: its parser, the terminal, and what each verb does with its arguments.
 
-start       the entry points, and what SIGINT and SIGTERM do before anything large is imported
+start       the entry points
 arguments   the parsers, made from options.py
 commands    one function for each verb; `compress_main` and `main` run them
 console     printing, progress and interrupts; no other module prints

@@ -453,13 +453,6 @@ def compress_parser(prog: str, words: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def recipe_parser() -> Parser:
-    """Return the argparse parser of the options of compress that a recipe may have."""
-    parser = Parser("openquant compress", "[options]")
-    parser.add_options(Recipe, CalibrationTexts)
-    return parser
-
-
 def verb_parser(words: Sequence[str] = ()) -> Parser:
     """Return the argparse parser of `openquant`, with a subparser for each verb; the verb is stored as `verb`.
 

@@ -24,6 +24,7 @@ from ..options import (
     Evaluate,
     Explain,
     FitOptions,
+    ModelSource,
     Push,
     Recipe,
     Run,
@@ -35,12 +36,11 @@ from ..options import (
     options_of,
     values_for,
 )
-from .arguments import SHELLS, Parser, compress_parser, recipe_parser, verb_parser
+from .arguments import SHELLS, Parser, compress_parser, verb_parser
 from .console import (
     Interrupts,
     Terminal,
     columns,
-    escaped_libraries,
     fail,
     mend_streams,
     print_json,
@@ -48,7 +48,6 @@ from .console import (
     say,
     say_lines,
 )
-from .start import INTERRUPTED, MESSAGE, hint
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -58,6 +57,9 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
+EXIT_INTERRUPTED = 130
+# Verbs that keep nothing of what they have computed; but `fit --search` keeps scores.
+_FROM_THE_BEGINNING = ("diagnose", "explain", "fit", "verify")
 
 
 class Call:
@@ -185,21 +187,21 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
                 fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
             return EXIT_USER
 
-    with escaped_libraries(), Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         try:
-            interrupts.catching = True
             code = run_verb()
             interrupts.check()
-            interrupts.finish(code)
             return code
         except KeyboardInterrupt:
             try:
                 if ranks.speaks:
-                    hint_text = hint(given["verb"], given.get("search", False))
-                    fail(MESSAGE, hint_text, as_json and not interrupts.result_printed)
+                    continues = given["verb"] not in _FROM_THE_BEGINNING or given.get("search")
+                    effect = " to continue" if continues else ": it starts from the beginning"
+                    hint = f"run the same command again{effect}"
+                    fail("interrupted", hint, as_json and not interrupts.result_printed)
             finally:
                 # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
-                os._exit(INTERRUPTED)
+                os._exit(EXIT_INTERRUPTED)
 
 
 def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
@@ -298,7 +300,7 @@ def _recipe(call: Call) -> dict[str, Any]:
 
     from ..recipes import read_recipe
 
-    from_recipe = vars(recipe_parser().parse_args(read_recipe(Path(file))))
+    from_recipe = read_recipe(Path(file))
     for names in (("calibration", "calibrate"), ("text", "dataset")):
         # Of two options that exclude each other, a given one replaces the recipe's.
         if any(name in options for name in names):
@@ -344,7 +346,7 @@ def _diagnose(call: Call) -> int:
 
 
 def _explain(call: Call) -> int:
-    options = {**_recipe(call), **call.values(Run, Explain)}
+    options = {**_recipe(call), **call.values(ModelSource, Explain)}
 
     from ..api import explain
     from ..report.text import explanation_text

@@ -5,22 +5,19 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import os
 import shutil
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import OutputError
 from ..report.cells import spoken
 from ..result import Reporter
-from .start import leave
 
 if TYPE_CHECKING:
     from ..files.destination import DiskSpace
@@ -33,62 +30,36 @@ if TYPE_CHECKING:
 class Interrupts:
     """Handles SIGINT and SIGTERM: the first raises KeyboardInterrupt, and at the second the kernel ends the process.
 
-    Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's exit
-    code.
-
     Python drops exceptions that a handler raises at certain moments, such as in callbacks of the import lock. So
     `requested` remembers the signal, and `check` raises again.
 
     Attributes:
         requested: whether a signal came.
-        catching: whether the caller catches KeyboardInterrupt by now.
         result_printed: whether a result was printed as JSON, after which nothing else may be on stdout.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self.catching = False
         self.result_printed = False
         self.previous: dict[int, Any] = {}
-        self._code: int | None = None
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous[number] = signal.getsignal(number)
             # A shell makes its background jobs ignore SIGINT, which must stay so.
-            if self.previous[number] is not signal.SIG_IGN:
-                signal.signal(number, self._handle)
-        sys.unraisablehook = self._unraisable
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.previous.items():
-            # If the process ends now, `_handle` stays: Python may wait long for threads of libraries.
-            if handler is not leave or self._code is None:
-                signal.signal(number, handler)
-        sys.unraisablehook = sys.__unraisablehook__
+            signal.signal(number, handler)
 
     def _handle(self, *_: object) -> None:
-        if self._code is not None:
-            os._exit(self._code)
-        if not self.catching:
-            leave()
         # Handlers wait for the end of a matrix product or a read from a dead disk; the kernel does not.
-        for number, handler in self.previous.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        for number in self.previous:
+            signal.signal(number, signal.SIG_DFL)
         self.requested = True
         raise KeyboardInterrupt
-
-    @staticmethod
-    def _unraisable(what: sys.UnraisableHookArgs) -> None:
-        # `requested` remembers a dropped KeyboardInterrupt, so the user need not see it.
-        if what.exc_type is not KeyboardInterrupt:
-            sys.__unraisablehook__(what)
-
-    def finish(self, code: int) -> None:
-        """Note that the command is done: from now on a signal ends the process with this exit code."""
-        self._code = code
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal came."""
@@ -106,40 +77,6 @@ def mend_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-@contextmanager
-def escaped_libraries() -> Iterator[None]:
-    """In the `with` block, escape control characters in warnings and logs of libraries; these may quote a model."""
-    from ..report.cells import terminal
-
-    make_record = logging.getLogRecordFactory()
-
-    def make(*arguments: Any, **options: Any) -> logging.LogRecord:
-        record = make_record(*arguments, **options)
-        # The logging handler reports records that cannot be formatted.
-        with suppress(TypeError, ValueError, KeyError):
-            record.msg = terminal(record.getMessage(), kept="\n\t")
-            record.args = ()
-        return record
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        say(warnings.formatwarning(message, category, filename, lineno, line), file or sys.stderr, end="")
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        logging.setLogRecordFactory(make)
-        try:
-            yield
-        finally:
-            logging.setLogRecordFactory(make_record)
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:

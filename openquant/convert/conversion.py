@@ -12,8 +12,8 @@ Codes are computed with numpy or numba on the CPU, or with torch on another devi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from ..files.shardfile import (
     DTYPE_BITS,
     AlignedBuffer,
     Bytes,
-    FinishedShard,
     ShardFile,
     SourceFile,
     TensorInfo,
@@ -59,7 +58,7 @@ from ..plan.layout import (
     weight_kinds,
 )
 from ..plan.plan import Plan
-from ..threads import FirstFailure, Helpers, in_threads
+from ..threads import FirstFailure, in_threads
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
@@ -87,7 +86,6 @@ LONG = 128 << 20
 
 Progress = Callable[[int], None]
 # A shard that is written, or a finished one whose bytes are compared with what would be written.
-Target = ShardFile | FinishedShard
 
 
 def worker_memory(plan: Plan, device: str) -> int:
@@ -163,7 +161,7 @@ class ShardTransfer(Protocol):
         """
 
     def release(self, output: str) -> None:
-        """Release the source shards of an output shard, which is whole and final, or was compared and is right."""
+        """Release the source shards of an output shard, which is whole and final."""
 
 
 def convert(
@@ -174,36 +172,32 @@ def convert(
     workers: int,
     device: str = "cpu",
     progress: Progress | None = None,
-    against: Mapping[str, str] | None = None,
     fast: bool = False,
 ) -> WeightFindings:
-    """Write output shards of a plan, or compare finished ones with what would be written now.
+    """Write output shards of a plan.
 
     Args:
         plan: what becomes of each tensor of the source.
-        shards: file name of each output shard to write or compare, and the size of its tensors in bytes.
+        shards: file name of each output shard to write, and the size of its tensors in bytes.
         transfer: provides the source shards.
         output: the output directory, which this run has claimed.
         workers: number of threads that compute; as many more write.
         device: "cpu" or a torch device such as "cuda:0", which computes the codes.
         progress: called with the number of source bytes done since the last call, from any thread, one at a time.
-        against: if given, nothing is written: each shard is compared with its source. By file name of every shard, the
-            source files that changed since, as text for the error message: {"model.safetensors": "config.json"}.
         fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
         The NaN and infinities in unquantized tensors, and the layers of zeros.
 
     Raises:
-        SourceError: a weight to be quantized has NaN or infinity, a source cannot be read, or a compared shard was not
-            made from this source.
+        SourceError: a weight to be quantized has NaN or infinity, or a source cannot be read.
         PlanError: a weight is too large for its scheme.
-        OutputError: the output cannot be written, or a compared shard cannot be read.
+        OutputError: the output cannot be written.
         UsageError: the device failed, as for too little memory.
         RuntimeError: a written shard is not what was planned.
         Exception: what `transfer` or `progress` raised.
     """
-    return _Conversion(plan, shards, transfer, output, device, progress, against, fast).run(workers)
+    return _Conversion(plan, shards, transfer, output, device, progress, fast).run(workers)
 
 
 def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
@@ -287,7 +281,6 @@ class _Conversion:
         output: OutputDirectory,
         device: str,
         progress: Progress | None,
-        against: Mapping[str, str] | None,
         fast: bool,
     ) -> None:
         self.plan = plan
@@ -295,7 +288,6 @@ class _Conversion:
         self.output = output
         self.device = device
         self.progress = progress
-        self.against = against
 
         self.loops = loops(fast)
         self.lock = threading.Lock()
@@ -305,27 +297,22 @@ class _Conversion:
         self.failure = FirstFailure(self.stopped.set)
         # By name, the shards that were begun and are not finished.
 
-        self.files: dict[str, Target] = {}
+        self.files: dict[str, ShardFile] = {}
         self.findings = WeightFindings()
         self.tasks = self._make_tasks(shards)
 
-    def _make_tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
+    def _make_tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[ShardFile, Job]]:
         for shard in shards:
             self.transfer.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
                 return
             layout = self.plan.layout.lay_out(shard.name)
-            file = self.files[shard.name] = self._make_target(layout)
+            check = partial(verify_shard, layout=layout)
+            file = ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish)
+            self.files[shard.name] = file
             file.open()
             for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, CopyBytes) and job.nbytes >= LONG)):
                 yield file, job
-
-    def _make_target(self, layout: ShardLayout) -> Target:
-        if self.against is None:
-            check = partial(verify_shard, layout=layout)
-            return ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish)
-        made_from = self.against[layout.name]
-        return FinishedShard(layout.name, layout.header, layout.size, self.output, self._finish, made_from)
 
     def _finish(self, shard: str) -> None:
         del self.files[shard]
@@ -333,7 +320,7 @@ class _Conversion:
 
     def run(self, workers: int) -> WeightFindings:
         try:
-            with Helpers(workers, "openquant-write") as writers:
+            with ThreadPoolExecutor(workers, "openquant-write") as writers:
                 in_threads(lambda: self._work(writers), workers, self.stopped)
         finally:
             for file in self.files.values():
@@ -341,7 +328,7 @@ class _Conversion:
         self.failure.check()
         return self.findings
 
-    def _work(self, writers: Helpers) -> None:
+    def _work(self, writers: ThreadPoolExecutor) -> None:
         worker = None
 
         try:
@@ -401,7 +388,7 @@ class _Conversion:
 class _OutputBuffer:
     """A buffer for output bytes, which is written in the background."""
 
-    def __init__(self, conversion: _Conversion, writers: Helpers, memory: Callable[[int], Bytes]) -> None:
+    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
         self.conversion = conversion
         self.writers = writers
         self.memory = memory
@@ -415,7 +402,7 @@ class _OutputBuffer:
             self.buffer = AlignedBuffer(self.memory, nbytes)
         return self.buffer.view(offset, nbytes)
 
-    def send(self, file: Target, data: Bytes, offset: int) -> None:
+    def send(self, file: ShardFile, data: Bytes, offset: int) -> None:
         """Write `data`, which `take` returned, to `offset` of a file on another thread."""
 
         def write() -> None:
@@ -435,14 +422,14 @@ class _OutputBuffer:
 class _Worker:
     """The buffers and kernels of one thread, and what it does for each kind of job."""
 
-    def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
+    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
         self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
         self.buffers = [_OutputBuffer(conversion, writers, self.kernels.memory) for _ in range(2)]
 
-    def do(self, job: Job, file: Target) -> None:
+    def do(self, job: Job, file: ShardFile) -> None:
         """Carry out one job. Its last pieces may still be being written when this returns."""
         match job:
             case CopyBytes():
@@ -477,7 +464,7 @@ class _Worker:
         self.buffers.reverse()
         return self.buffers[0]
 
-    def _copy(self, job: CopyBytes | CopyRounded, source: SourceFile, file: Target) -> None:
+    def _copy(self, job: CopyBytes | CopyRounded, source: SourceFile, file: ShardFile) -> None:
         done = 0
         while done < job.nbytes:
             buffer = self._next_buffer()
@@ -489,7 +476,7 @@ class _Worker:
             done += piece.nbytes
             self.conversion.advance(piece.nbytes if isinstance(job, CopyBytes) else 0)
 
-    def _copy_scale(self, job: CopyScale, file: Target) -> None:
+    def _copy_scale(self, job: CopyScale, file: ShardFile) -> None:
         raw = np.empty(job.nbytes, np.uint8)
         with self.reader.open(job.shard) as source:
             source.read(raw, job.offset, job.label)
@@ -500,12 +487,12 @@ class _Worker:
         file.write(scale, job.target)
         self.conversion.advance(job.nbytes)
 
-    def _transform(self, job: TransformWeight, file: Target) -> None:
+    def _transform(self, job: TransformWeight, file: ShardFile) -> None:
         dtype = job.weight.source.dtype
         rows = (from_float32(bits.view(np.float32), dtype) for bits in self.reader.rows(job.weight, 1))
         self._write_unquantized(job, rows, file)
 
-    def _write_unquantized(self, job: Unstack | TransformWeight, rows: Iterator[Bits], file: Target) -> None:
+    def _write_unquantized(self, job: Unstack | TransformWeight, rows: Iterator[Bits], file: ShardFile) -> None:
         """Write rows of a weight, given as bits [n, in] of its own dtype."""
         target = job.target
         for bits in rows:
@@ -517,7 +504,7 @@ class _Worker:
             target += piece.nbytes
             self.conversion.advance(row_bytes(job.weight, len(bits)))
 
-    def _decode(self, job: Decode, file: Target) -> None:
+    def _decode(self, job: Decode, file: ShardFile) -> None:
         target = job.target
         for bits in self.reader.rows(job.weight, 1):
             buffer = self._next_buffer()
@@ -528,7 +515,7 @@ class _Worker:
             self.conversion.advance(row_bytes(job.weight, len(bits)))
         self._advance_by_scales(job.weight)
 
-    def _decode_transposed(self, job: Decode, file: Target) -> None:
+    def _decode_transposed(self, job: Decode, file: ShardFile) -> None:
         """Decode the weight of one expert of a stack [experts, in, out], and write its transpose."""
         transposed = np.empty(job.weight.shape[::-1], np.uint16)
         low = 0
@@ -547,7 +534,7 @@ class _Worker:
             num_rows, num_cols = grid_of(weight.format.group, weight.shape)
             self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.scale.dtype] // 8)
 
-    def _encode(self, job: Encode, file: Target) -> None:
+    def _encode(self, job: Encode, file: ShardFile) -> None:
         keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)
 
         if job.keeps and not keeps_scale:
@@ -573,7 +560,7 @@ class _Worker:
                 self._quantize(piece, job.scheme, shared_absmax, file)
             self._advance_by_scales(piece.weight)
 
-    def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: Target, exact: Floats | None) -> None:
+    def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: ShardFile, exact: Floats | None) -> None:
         """Write the source's codes unchanged, and its scales as the scheme has them; `exact`: the global scale."""
         weight = piece.weight
         scale_target = piece.scale_target
@@ -652,7 +639,7 @@ class _Worker:
 
         return largest
 
-    def _quantize(self, piece: WeightPlace, scheme: Scheme, shared_absmax: Floats | None, file: Target) -> None:
+    def _quantize(self, piece: WeightPlace, scheme: Scheme, shared_absmax: Floats | None, file: ShardFile) -> None:
         weight = piece.weight
         fmt = scheme.format
         target = piece.target
@@ -710,7 +697,7 @@ class _Worker:
             self.conversion.add_lost_layer(weight)
 
 
-def _write_zero_points(zero_point: Floats, scheme: Scheme, file: Target, target: int) -> int:
+def _write_zero_points(zero_point: Floats, scheme: Scheme, file: ShardFile, target: int) -> int:
     """Write the zero points of some rows at an offset. Returns the offset for those of the next rows."""
     words = pack_words(scheme.format.number.encode(zero_point), scheme.format.number)
     file.write(words, target)

@@ -21,11 +21,10 @@ from ..files.cards import EVALUATION
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import Destination, Taken, taken_by
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
-from ..formats.names import CacheScheme
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
-from ..options import Evaluate, Texts, document_options, files_read, values_for
+from ..options import Evaluate, Texts, files_read, verb
 from ..plan.architecture import known_architecture
 from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
@@ -50,29 +49,9 @@ if TYPE_CHECKING:
     from .task_passes import TaskRequests
 
 
-@document_options(Evaluate, Texts)
+@verb(Evaluate, Texts, positional=("outputs", "source"))
 def evaluate(
-    outputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    source: str | os.PathLike[str],
-    *,
-    out: str | os.PathLike[str] | None = None,
-    stream: bool = False,
-    prompts: str | os.PathLike[str] | None = None,
-    no_prompts: bool = False,
-    tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    limit: int | None = None,
-    kv_cache: CacheScheme = "auto",
-    device: str = "cpu",
-    max_memory: int | str | None = None,
-    scratch: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    fail_above: float | None = None,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    dataset: str | None = None,
-    samples: int = 16,
-    length: int = 512,
-    ranks: Ranks | None = None,
-    reporter: Reporter | None = None,
+    options: Evaluate, texts: Texts, ranks: Ranks | None = None, reporter: Reporter | None = None
 ) -> Evaluation:
     """Compare outputs with their source: how far their answers are apart, which layers cause it, and a verdict.
 
@@ -89,10 +68,6 @@ def evaluate(
     Raises:
         OpenQuantError: something that the caller can fix.
     """
-    given = locals()
-    options = Evaluate.parse(**values_for(Evaluate, given))
-    texts = Texts.parse(**values_for(Texts, given))
-
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)

@@ -1,7 +1,7 @@
 """Reads model cards (README.md): their YAML metadata, and the part that openquant writes.
 
 That part stands first, and the source's own text after it, under SOURCE_HEADING. So nothing in the source's text can
-pass for ours or swallow it. Cards of earlier versions have the source's text first.
+pass for ours or swallow it.
 
 Reads and checks eval.json, the result of `openquant eval`. Anybody may have written or changed it.
 
@@ -47,13 +47,6 @@ _EVALUATION = re.compile(
     rf"^{EVALUATION_HEADING}\n(?:(?!#)[^\n]*\n)*?"
     r"```\n(?:openquant verify [^\n]*\n)?openquant eval [^\n]*\n```\n(?:\n|\Z)",
     re.MULTILINE,
-)
-# Its commands, up to the repository.
-_CHECKS = re.compile(r"^(openquant (?:verify|eval)) \S+ ", re.MULTILINE)
-# What earlier versions wrote at the end of a card.
-_OLD_PART = re.compile(
-    r"^# [^\n]*: ([A-Z0-9]+(?: and [A-Z0-9]+)*|unchanged) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z",
-    re.DOTALL | re.MULTILINE,
 )
 # The first commands in that part, and the command that starts each engine.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
@@ -108,9 +101,6 @@ def source_of(card: str) -> str | None:
         quantize the model.
     """
     part = _own_part(card)
-    old = _OLD_PART.search(part)
-    if old is not None and old.group(1) in ("BF16", "unchanged"):
-        return None
     return next((line for line in part.splitlines() if line.startswith(f"| {QUANTIZED_FROM} |")), None)
 
 
@@ -185,10 +175,9 @@ def _own_span(card: str) -> tuple[int, int] | None:
     start = front_matter.end() if front_matter else 0
     heading = _SOURCE.search(card, start)
     end = heading.start() if heading else len(card)
-    if _MADE.search(card, start, end):
-        return start, end
-    old = _OLD_PART.search(card, start)
-    return old and old.span()
+    if not _MADE.search(card, start, end):
+        return None
+    return start, end
 
 
 def source_text(card: str) -> str:
@@ -201,7 +190,7 @@ def source_text(card: str) -> str:
     text = split_card(card)[2]
     if span is not None and _MADE.search(card, *span):
         text = card[span[1] :].removeprefix(SOURCE_HEADING)
-    return _OLD_PART.sub("", text)
+    return text
 
 
 def with_evaluation(card: str, evaluation: str) -> str:
@@ -212,8 +201,8 @@ def with_evaluation(card: str, evaluation: str) -> str:
         evaluation: lines that begin with EVALUATION_HEADING and end with the command of the evaluation and a newline.
 
     Returns:
-        The text of the new README.md. The evaluation stands before MADE_HEADING; in cards that openquant did not write,
-        or that an earlier version wrote, at the end.
+        The text of the new README.md. The evaluation stands before MADE_HEADING; at the end of cards that openquant did
+        not write.
     """
     start, end = _own_span(card) or (0, len(card))
     part = _EVALUATION.sub("", card[start:end])
@@ -223,27 +212,6 @@ def with_evaluation(card: str, evaluation: str) -> str:
     else:
         part = f"{part.rstrip()}\n\n{evaluation}".lstrip("\n")
     return card[:start] + part + card[end:]
-
-
-def evaluation_in(card: str) -> str | None:
-    """Return the part of a card that with_evaluation() wrote; None if there is none.
-
-    Args:
-        card: the text of README.md.
-    """
-    start, end = _own_span(card) or (0, len(card))
-    found = _EVALUATION.search(card[start:end])
-    return found and f"{found[0].rstrip()}\n"
-
-
-def with_repository(figures: str, name: str) -> str:
-    """Replace the repository in the commands of a card's figures.
-
-    Args:
-        figures: the part of the card that with_evaluation() wrote.
-        name: "org/name", or "org/name@refs/pr/1" in an open pull request.
-    """
-    return _CHECKS.sub(lambda match: f"{match[1]} {shell_word(name)} ", figures)
 
 
 # Scalars that YAML reads as null.

@@ -291,17 +291,6 @@ def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInf
     return read_header(read, file.size, name)
 
 
-def header_digest(path: Path) -> str:
-    """Return the SHA-256 of a shard's header, as `Checkpoint.headers` has it.
-
-    Raises:
-        SourceError: the shard is missing, cannot be read, or is damaged.
-    """
-    with readable():
-        _, digest, _ = _open_shard(path, path.name)
-    return digest
-
-
 def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo, int]]]:
     """Return the size in bytes, and what `read_header` returns."""
     try:

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import OutputError, SourceError, UsageError
 from .model_files import JOURNAL_FILE as JOURNAL
-from .model_files import parse_json, read_small, similar_path
+from .model_files import parse_json, read_small
 
 # Files and directories, each with its name in messages: (Path("wiki.txt"), "a text that this run reads").
 Taken = Sequence[tuple[Path, str]]
@@ -407,7 +407,7 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
         if error.errno == errno.EFBIG:
             hint = "raise the limit of file sizes (ulimit -f), and run the same command again: finished shards are kept"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space (or choose another -o) and run the same command again: finished shards are kept"
+            hint = "free some space, or choose another disk with -o or --scratch, and run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "check the permissions, or choose another directory with -o"
         else:
@@ -506,10 +506,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
     """
     if not directory.is_dir():
-        near = ""
-        if not directory.exists() and (sibling := similar_path(directory)):
-            near = f"did you mean {sibling}? "
-        raise OutputError(f"{directory} is not a directory", f"{near}check the path")
+        raise OutputError(f"{directory} is not a directory", "check the path")
 
     found = list_output(directory)
     journal = read_journal(directory)
@@ -529,15 +526,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
 
 def _has_facts(facts: object) -> bool:
     """Return whether a journal's "weights" are WeightFacts, or None."""
-    if not isinstance(facts, dict):
-        return facts is None
-    scales = facts.get("static_scales")
-    return (
-        facts.keys() == WeightFacts._field_defaults.keys()
-        and all(type(fact) is bool for name, fact in facts.items() if name != "static_scales")
-        and isinstance(scales, dict)
-        and all(type(scale) is float for scale in scales.values())
-    )
+    return facts is None or (isinstance(facts, dict) and facts.keys() == WeightFacts._field_defaults.keys())
 
 
 def short_name(name: str) -> str:

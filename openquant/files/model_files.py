@@ -9,7 +9,6 @@ What is read here is bounded in size and depth, and comes from a regular file.
 from __future__ import annotations
 
 import codecs
-import difflib
 import errno
 import hashlib
 import json
@@ -20,7 +19,6 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -440,26 +438,3 @@ def short_repr(value: object) -> str:
     if len(value) > _MAX_SHOWN:
         value = f"{value[:_MAX_SHOWN]}..."
     return repr(value)
-
-
-# Entries of a directory that are looked at.
-_MOST = 10_000
-
-
-def similar_path(path: Path) -> Path | None:
-    """Return the path beside one that does not exist whose name is nearest: "models/Qwen3-8B" for "models/Qwen3-8b".
-
-    Args:
-        path: the path that does not exist.
-
-    Returns:
-        The other path, written as this one is; None if none is near, or the directory cannot be read.
-    """
-    try:
-        with os.scandir(path.parent) as entries:
-            names = {entry.name.lower(): entry.name for entry in islice(entries, _MOST)}
-    except (OSError, ValueError):
-        return None
-    for near in difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8):
-        return path.with_name(names[near])
-    return None

@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -246,7 +246,8 @@ class Claim:
         self._find_elsewhere = elsewhere
         self._elsewhere: Set[str] = frozenset()
         self._find_sources = sources
-        self._lock: _Lock | None = None
+        # Handle of the lock's file.
+        self._lock: int | None = None
         self._created = False
 
     @cached_property
@@ -325,11 +326,12 @@ class Claim:
                 shutil.rmtree(scratch)
         self._write_journal(done=True)
 
-    def renew(self) -> None:
-        """Record the current stamps of the source, once finished shards are known to be what it gives."""
-        journal = read_journal(self._path)
-        self._write_journal(done=journal is not None and journal["done"])
-        self.changed_sources = frozenset()
+    def discard(self, outdated: Iterable[str]) -> None:
+        """Remove shards that were made from an earlier source, and record the source of those that take their place."""
+        for name in ("config.json", *outdated):
+            with output_errors(self._path / name, "removed"):
+                (self._path / name).unlink(missing_ok=True)
+        self._write_journal(done=False)
 
     def _write_journal(self, done: bool) -> None:
         self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
@@ -346,17 +348,7 @@ class Claim:
         """
         exists = _exists(self._path)
         _require_writable(self._path)
-        if not self._overwrite:
-            self._elsewhere = self._find_elsewhere()
-        if not exists:
-            return self.contents.count_needed([name for name in self.contents.files if name not in self._elsewhere], 0)
-
-        journal, found = self._read_earlier()
-        begun = bool(self._elsewhere) or any(not is_work(name) for name in found)
-        if journal and begun and not self._overwrite:
-            is_another = journal["digest"] != self.contents.digest if final else self._has_other_options(journal)
-            if is_another:
-                raise _another_run(self._path)
+        journal, found = self._inspect(final) if exists else (None, {})
         needed, freed = self._count_needed(journal, found)
         return max(0, needed - freed)
 
@@ -416,9 +408,12 @@ class Claim:
                 raise OutputError(f"{path / name} was not made by openquant and will not be overwritten", _MOVE)
         return journal, found
 
-    def _inspect(self) -> tuple[dict[str, Any] | None, _Found]:
+    def _inspect(self, final: bool = True) -> tuple[dict[str, Any] | None, _Found]:
         """Return the journal of an earlier run that is continued or overwritten, None for a new directory; and all
         other files and folders.
+
+        Args:
+            final: whether the plan's digest is final; if not, options are compared.
 
         Raises:
             OutputError: the directory has other files, or the output of another run.
@@ -434,7 +429,7 @@ class Claim:
         if not self._overwrite:
             recorded = journal.get("sources", {})
             self.changed_sources = {name for name, stamp in self.sources.items() if recorded.get(name) != stamp}
-        # Uploaded shards cannot be compared with a changed source. Their records lie in this directory.
+        # Shards that are uploaded are those of the earlier source. Their records lie in this directory.
         self._elsewhere = frozenset() if self.changed_sources else self._find_elsewhere()
 
         present = {name for name, status in found.items() if not stat.S_ISDIR(status.st_mode) and not is_work(name)}
@@ -443,8 +438,15 @@ class Claim:
         if self._overwrite:
             return journal, found
 
-        if journal["digest"] != self.contents.digest:
-            raise _another_run(self._path)
+        is_another = journal["digest"] != self.contents.digest
+        if not final:
+            is_another = self._has_other_options(journal)
+        if is_another:
+            raise OutputError(
+                f"{self._path} holds the output of another run: other options, another source or another version",
+                f"{REPLACE}; --recipe {self._path / JOURNAL} takes its options, which helps if the source has not "
+                "changed",
+            )
         foreign = present - {*journal["files"], *EVALUATION_FILES}
         if foreign and not journal["done"]:
             raise OutputError(f"{self._path} holds {min(foreign)}, which this run did not write", _MOVE)
@@ -467,13 +469,27 @@ class Claim:
         return self.contents.count_needed(missing, fetched), sum(freed.values())
 
     def _take_lock(self) -> None:
-        with output_errors(self._path / LOCK):
-            self._lock = lock = _Lock(self._path)
-            if lock.take():
-                return
+        """Take the lock, which one run at a time holds, until it releases it or its process ends."""
+        path = self._path / LOCK
+        with output_errors(path):
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A run that finished meanwhile may have removed the file that we locked.
+                if os.path.samestat(os.fstat(self._lock), path.stat()):
+                    return
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except OSError as error:
+                raise OutputError(
+                    f"{self._path} cannot be locked: {error.strerror}: its file system does not let programs lock "
+                    "files",
+                    "mount it with locks (Lustre: its option flock), or choose another disk with -o",
+                ) from None
+
         # The unfinished files are those of the run that has the lock.
+        os.close(self._lock)
         self._lock = None
-        lock.release()
         raise OutputError(f"another run is writing to {self._path}", "wait for it, or choose another directory with -o")
 
     def _unlock(self) -> None:
@@ -489,50 +505,8 @@ class Claim:
             if self._created and set(os.listdir(path)) <= {JOURNAL}:
                 (path / JOURNAL).unlink(missing_ok=True)
                 path.rmdir()
-        self._lock.release()
+        os.close(self._lock)
         self._lock = None
-
-
-class _Lock:
-    """The lock of an output directory. One run at a time holds it, until it releases it or its process ends.
-
-    Args:
-        directory: the output directory, in which WORK exists.
-
-    Raises:
-        OSError: the lock file cannot be opened.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def take(self) -> bool:
-        """Take the lock unless another run holds it. Returns whether this run holds it.
-
-        Raises:
-            OutputError: the file system has no locks.
-        """
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise OutputError(
-                f"{self.directory} cannot be locked: {error.strerror}: its file system does not let programs lock "
-                "files",
-                "mount it with locks (Lustre: its option flock), or choose another disk with -o",
-            ) from None
-
-        # A run that finished meanwhile may have removed the file that we locked.
-        try:
-            return os.path.samestat(os.fstat(self._handle), (self.directory / LOCK).stat())
-        except FileNotFoundError:
-            return False
-
-    def release(self) -> None:
-        """Release the lock."""
-        os.close(self._handle)
 
 
 def _exists(path: Path) -> bool:
@@ -557,13 +531,6 @@ def _require_writable(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _another_run(path: Path) -> OutputError:
-    return OutputError(
-        f"{path} holds the output of another run: other options, another source or another version",
-        f"{REPLACE}; --recipe {path / JOURNAL} takes its options, which helps if the source has not changed",
-    )
 
 
 def _is_early(name: str) -> bool:

@@ -6,8 +6,7 @@ small tensors go through the cache, many at once, because each such write waits 
 two kinds never touch the same block.
 
 A LayerStore is a directory beside the output, which has one or more files for each decoder layer until the conversion
-copies them. A file is whole or missing, and names its run and the digest of its tensors, so that a run that continues
-takes only its own files.
+copies them. A file is whole or missing, and names its run, so that a run that continues takes only its own files.
 
     store = LayerStore(Path("Qwen3-8B-INT4.rounded"), "5f70bf..")
     store.claim()
@@ -30,7 +29,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ import numpy.typing as npt
 from ..errors import OutputError, SourceError
 from .destination import output_errors, write_atomic
 from .model_files import parse_json, refuse_pointer, short_repr
-from .output import REPLACE, OutputDirectory
+from .output import OutputDirectory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -256,92 +255,6 @@ class ShardFile:
         self._handle = self._direct = -1
 
 
-class FinishedShard:
-    """A finished output shard that is compared with what would be written now. Has the methods of ShardFile.
-
-    Args:
-        name: its file name.
-        header: expected bytes before the first tensor.
-        size: expected size of the whole file in bytes.
-        output: the output directory.
-        on_confirmed: called with the file name once all bytes have been compared and are the same.
-        changed_sources: the source files that may have changed since it was made, for messages.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        header: bytes,
-        size: int,
-        output: OutputDirectory,
-        on_confirmed: Callable[[str], None],
-        changed_sources: str,
-    ) -> None:
-        self.name = name
-        self.header = header
-        self.size = size
-        self.output = output
-        self.on_confirmed = on_confirmed
-        self.changed_sources = changed_sources
-        self.path = output.path / name
-        self._left = size - len(header)
-        self._lock = threading.Lock()
-        self._handle = -1
-
-    def open(self) -> None:
-        """Open the file, and compare its size and header.
-
-        Raises:
-            SourceError: they differ.
-            OutputError: the file cannot be read.
-        """
-        with output_errors(self.path, "read"):
-            self._handle = os.open(self.path, os.O_RDONLY)
-            size = os.fstat(self._handle).st_size
-        if size != self.size:
-            self._refuse()
-        self._compare(np.frombuffer(self.header, np.uint8), 0)
-
-    def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Compare an array with the bytes at an offset. Every byte after the header must be compared once.
-
-        Args:
-            data: contiguous array of any dtype.
-            offset: bytes from the start of the file.
-
-        Raises:
-            SourceError: they differ.
-            OutputError: the file cannot be read.
-        """
-        view = data.reshape(-1).view(np.uint8)
-        self._compare(view, offset)
-        with self._lock:
-            self._left -= view.nbytes
-            complete = self._left == 0
-        if complete:
-            self.close()
-            self.on_confirmed(self.name)
-
-    def _compare(self, view: Bytes, offset: int) -> None:
-        stored = np.empty(min(PENDING_LIMIT, view.nbytes), np.uint8)
-        done = 0
-        while done < view.nbytes:
-            with output_errors(self.path, "read"):
-                count = os.preadv(self._handle, [stored[: view.nbytes - done].data], offset + done)
-            if count == 0 or not np.array_equal(stored[:count], view[done : done + count]):
-                self._refuse()
-            done += count
-
-    def _refuse(self) -> NoReturn:
-        raise SourceError(f"{self.changed_sources} changed since {self.path} was made", REPLACE)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
-
-
 def _write_all(handle: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
@@ -351,8 +264,6 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 _KIND = "openquant rounded"
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.openquant-[0-9a-f]{16}\.partial")
-# Bytes that are hashed at a time.
-_PIECE = 1 << 22
 
 
 class TensorPlace(NamedTuple):
@@ -408,7 +319,7 @@ class LayerStore:
                     path.unlink()
 
     def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:
-        """Return where the tensors of a decoder layer lie, for each of its files; their digests are checked.
+        """Return where the tensors of a decoder layer lie, for each of its files.
 
         Args:
             number: number of the decoder layer.
@@ -420,47 +331,31 @@ class LayerStore:
             SourceError: a file is damaged.
             OutputError: a file cannot be read.
         """
-        return {path: places for path in self._paths(number) if (places := self._read(path)) is not None}
+        found = {path: self._places(path) for path in self._paths(number)}
+        return {path: places for path, places in found.items() if places is not None}
 
     def places(self) -> dict[str, TensorPlace]:
-        """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read, no digest is
-        checked.
+        """Return where the tensors of all layers of this run lie, by tensor name.
 
         Raises:
             SourceError: a file is damaged.
         """
-        places: dict[str, TensorPlace] = {}
-        with output_errors(self.path, "read"):
-            for path in sorted(self.path.glob("*.safetensors")):
-                header = self._header(path)
-                if header is None:
-                    continue
-                for info, offset in header[1]:
-                    places[info.name] = TensorPlace(path, offset)
-        return places
+        found = [self._places(path) or {} for path in self.path.glob("*.safetensors")]
+        return {info.name: place for places in found for info, place in places.items()}
+
+    def _places(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
+        """Return where the tensors of a file lie; None if it is another run's."""
+        with output_errors(path, "read"):
+            tensors = self._header(path)
+        if tensors is None:
+            return None
+        return {info: TensorPlace(path, offset) for info, offset in tensors}
 
     def _paths(self, number: int) -> list[Path]:
         """Return the existing files of a layer: 007.safetensors, or 007-0.safetensors and so on for its parts."""
         return sorted(self.path.glob(f"{number:03d}.safetensors")) + sorted(
             self.path.glob(f"{number:03d}-*.safetensors")
         )
-
-    def _read(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
-        """Return where the tensors of a file lie; None if it is another run's."""
-        with output_errors(path, "read"):
-            header = self._header(path)
-            if header is None:
-                return None
-
-            expected_digest, tensors = header
-            digest = self._digest([info for info, _ in tensors])
-            with path.open("rb") as file:
-                file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
-                while data := file.read(_PIECE):
-                    digest.update(data)
-        if digest.hexdigest() != expected_digest:
-            raise damaged_file(path)
-        return {info: TensorPlace(path, offset) for info, offset in tensors}
 
     def write(
         self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None
@@ -478,11 +373,7 @@ class LayerStore:
         Raises:
             OutputError: the disk is full, or the file cannot be written.
         """
-        digest = self._digest([info for info, _ in tensors])
-        for _, data in tensors:
-            digest.update(data.data)
-
-        facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
+        facts = json.dumps({"about": self.run_digest})
         header = make_header([info for info, _ in tensors], {_KIND: facts})
         name = f"{number:03d}"
         if part is not None:
@@ -498,10 +389,6 @@ class LayerStore:
             start += info.nbytes
         return places
 
-    def _digest(self, tensors: Sequence[TensorInfo]) -> hashlib._Hash:
-        """Return a hash of the run and the tensors' descriptions, to be updated with their bytes."""
-        return hashlib.sha256(json.dumps([self.run_digest, tensors]).encode())
-
     def remove(self) -> None:
         """Remove all files of runs, and the directory if it is then empty."""
         with suppress(OSError):
@@ -510,8 +397,8 @@ class LayerStore:
                     path.unlink()
             self.path.rmdir()
 
-    def _header(self, path: Path) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
-        """Return the digest in a file's header, and its tensors with their offsets; None if it is another run's."""
+    def _header(self, path: Path) -> list[tuple[TensorInfo, int]] | None:
+        """Return the tensors of a file with their offsets; None if it is another run's."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
 
@@ -522,14 +409,12 @@ class LayerStore:
             try:
                 _, tensors = read_header(read, size, str(path))
                 header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
-                facts = parse_json(header["__metadata__"][_KIND].encode(), path.name)
-                run_digest = facts["about"]
-                digest = facts["sha256"]
+                run_digest = parse_json(header["__metadata__"][_KIND].encode(), path.name)["about"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
                 raise damaged_file(path) from None
         if run_digest != self.run_digest:
             return None
-        return str(digest), tensors
+        return tensors
 
 
 def _is_ours(path: Path) -> bool:
@@ -678,9 +563,6 @@ def _parse_header(text: bytes, name: str) -> dict[str, Any]:
     try:
         # Decoded first, because json accepts UTF-16 and a byte-order mark in bytes, and no other reader does.
         header = json.loads(text.decode())
-        # The slow search for repeated names runs only if the counts differ: without repetition they are equal.
-        if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
-            json.loads(text.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} has a broken header: {error}", DAMAGED) from None
     if not isinstance(header, dict):
@@ -692,17 +574,6 @@ def _parse_header(text: bytes, name: str) -> dict[str, Any]:
     ):
         raise SourceError(f"{name} has a __metadata__ that does not map names to strings", DAMAGED)
     return header
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"{key[:100]} appears twice")
-            seen.add(key)
-    return result
 
 
 def _is_size(value: object) -> bool:

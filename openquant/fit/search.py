@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..distributed import Ranks
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
-from ..formats.names import CacheScheme
 from ..job import open_source
-from ..options import Run, Search, Texts, document_options, values_for
+from ..options import Run, Search, Texts, verb
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..result import Reporter
@@ -34,27 +33,8 @@ if TYPE_CHECKING:
     from ..hub.source import Source
 
 
-@document_options(Search)
-def search_mixtures(
-    model: str | os.PathLike[str],
-    gpu: str | None = None,
-    *,
-    context: int | str = 8192,
-    engines: str | None = None,
-    kv_cache: CacheScheme = "auto",
-    ignore: str | Sequence[str] = (),
-    quantize_lm_head: bool = False,
-    quantize_embeddings: bool = False,
-    architecture: str | None = None,
-    candidates: str | Sequence[str] = (),
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    dataset: str | None = None,
-    device: str = "cpu",
-    max_memory: int | str | None = None,
-    stream: bool = False,
-    revision: str | None = None,
-    reporter: Reporter | None = None,
-) -> SearchResult:
+@verb(Search, positional=("model", "gpu"))
+def search_mixtures(request: Search, reporter: Reporter | None = None) -> SearchResult:
     """Measure mixtures of all sizes, and the single schemes, on texts that no score is from.
 
     The scores are kept beside the default output in `NAME.scores.json`, where `compress --fit` finds them. Nothing else
@@ -71,13 +51,12 @@ def search_mixtures(
         OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
             can fix.
     """
-    request = Search.parse(**values_for(Search, locals()))
     reporter = reporter or Reporter()
     budget = None if request.gpu is None else read_gpus(request.gpu)
-    run = Run.parse(model=model, device=device, stream=stream, revision=revision)
+    run = Run(request.model, device=request.device, stream=request.stream, revision=request.revision)
     opened = open_source(run, Ranks())
 
-    options = PlanOptions(tuple(request.ignore), head=quantize_lm_head, embedding=quantize_embeddings)
+    options = PlanOptions(tuple(request.ignore), head=request.quantize_lm_head, embedding=request.quantize_embeddings)
     wanted_engines = request.engines or "both"
     gpu_type = None if budget is None else budget.gpu
     menu = make_menu(opened, options, request.candidates, wanted_engines, gpu_type, request.architecture)

@@ -21,11 +21,11 @@ from ..diagnosis.result import MEASURED, MODEL, activations, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
-from ..formats.names import CacheScheme, SchemeName
+from ..formats.names import SchemeName
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
-from ..options import CompareSchemes, Search, document_options, flags_of, options_of, values_for
+from ..options import CompareSchemes, Search, flags_of, options_of, verb
 from ..plan import summary
 from ..plan.architecture import ParallelSize, text_config
 from ..plan.decisions import PlanOptions
@@ -49,20 +49,8 @@ COMMON = (24 * 10**9, 48 * 10**9, 80 * 10**9)
 UNUSED = 0.05
 
 
-@document_options(CompareSchemes)
-def fit_table(
-    model: str | os.PathLike[str],
-    gpu: str | None = None,
-    *,
-    context: int | str = 8192,
-    engines: str | None = None,
-    kv_cache: CacheScheme = "auto",
-    ignore: str | Sequence[str] = (),
-    quantize_lm_head: bool = False,
-    quantize_embeddings: bool = False,
-    architecture: str | None = None,
-    revision: str | None = None,
-) -> FitTable:
+@verb(CompareSchemes, positional=("model", "gpu"))
+def fit_table(request: CompareSchemes) -> FitTable:
     """Say of each scheme whether a model fits GPUs in it, and how much context is left. Only headers are read.
 
     Args:
@@ -78,7 +66,6 @@ def fit_table(
     # It imports the conversion, which a table has no use for.
     from ..job import open_model, without_collector
 
-    request = CompareSchemes.parse(**values_for(CompareSchemes, locals()))
     if request.gpu is not None:
         read_gpus(request.gpu)
 

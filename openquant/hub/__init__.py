@@ -7,8 +7,7 @@ Callers pass names and sizes of shards. Nothing in this room knows a plan.
                     supply_shards, which starts supplies for commands that write no shards
     publish         Publisher, which uploads finished shards and commits them all at once; checks before a push: token,
                     permissions, and what the push would replace
-    error_mapping   exceptions of huggingface_hub as OpenQuantErrors with the server's reason and a hint, such as a
-                    repository with a similar name
+    error_mapping   exceptions of huggingface_hub as OpenQuantErrors with the server's reason and a hint
 
     source = find_source("Qwen/Qwen3-8B@main")
     shard = "model-00001-of-00005.safetensors"

@@ -5,15 +5,13 @@ conversion (`Source.fetch_files`), and shards in the order they are needed. All 
 found at the start.
 
 Several shards are downloaded at a time, each by huggingface_hub. A scratch directory (`--stream`) has only those that
-are read or come next; each is removed after its last use. A shard is used once its size and digest are those that the
-Hub states. One whose download was interrupted starts anew.
+are read or come next; each is removed after its last use. One whose download was interrupted starts anew.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import glob
-import hashlib
 import logging
 import os
 import re
@@ -29,11 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import OutputError, SourceError, UsageError
+from ..errors import SourceError, UsageError
 from ..files.checkpoint import (
     Checkpoint,
     Stamp,
-    header_digest,
     open_checkpoint,
     read_json,
     readable,
@@ -42,7 +39,6 @@ from ..files.checkpoint import (
     stamps_of,
 )
 from ..files.destination import output_errors
-from ..files.gguf import read_gguf_header
 from ..files.model_files import (
     EVAL_FILE,
     INDEX_FILE,
@@ -51,15 +47,11 @@ from ..files.model_files import (
     deciding,
     file_sha256,
     left_out_part,
-    open_regular,
-    read_small,
-    similar_path,
 )
-from ..formats.format import ggml_types
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import FirstFailure, in_thread
 from ..weights.find import TOOL_CONFIG_FILES
-from .error_mapping import NotFound, Unreachable, is_offline, is_transient, source_errors, without_queries
+from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -189,29 +181,6 @@ class Source:
             return {}
         return stamps_of(self.root, checkpoint.shards)
 
-    def require_header(self, checkpoint: Checkpoint, shard: str) -> None:
-        """Refuse a local shard that was replaced by one with another header, whose tensors may lie elsewhere.
-
-        Raises:
-            SourceError: the header is not the one that `checkpoint` was opened with, or cannot be read.
-        """
-        path = self.root / shard
-        try:
-            if self.gguf is not None:
-                # The shard is a link to the file that the user named.
-                path = path.resolve()
-                header = read_gguf_header(path, path.name, ggml_types()).digest
-            else:
-                header = header_digest(path)
-        except SourceError:
-            header = None
-
-        if header != checkpoint.headers[shard]:
-            raise SourceError(
-                f"{path} was replaced while it was being converted: its header is not the one that was planned",
-                "let nothing write to the model, and run the same command again with --overwrite",
-            )
-
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository.
 
@@ -222,20 +191,6 @@ class Source:
             return {}
         with readable():
             return {name: file_sha256(self.root / name, name) for name in checkpoint.files}
-
-    def downloaded_commit(self) -> str | None:
-        """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
-
-        The record does not name the repository.
-        """
-        record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
-        try:
-            commit = read_small(record, record.name).split(b"\n", 1)[0].decode()
-        except (OSError, SourceError, ValueError):
-            return None
-        if not _COMMIT.fullmatch(commit):
-            return None
-        return commit
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
@@ -293,13 +248,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
     if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
 
-    try:
-        return repository_source(repo, pinned or revision)
-    except NotFound as error:
-        sibling = similar_path(path)
-        if sibling is None:
-            raise
-        raise NotFound(error.message, f"did you mean {sibling}? {error.hint}") from None
+    return repository_source(repo, pinned or revision)
 
 
 def _exists(path: Path) -> bool:
@@ -446,12 +395,6 @@ class HubFile:
     name: str
     size: int
     digest: str
-
-    def hasher(self) -> hashlib._Hash:
-        """Return a hash object that gives `digest` after an update with the contents."""
-        if len(self.digest) == 64:
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.size)
 
     def read(self, offset: int, length: int) -> bytes:
         """Read `length` bytes from `offset` on, with retries.
@@ -816,18 +759,18 @@ class ShardSupply:
             return None
 
     def _download(self, name: str) -> Path:
-        """Download a shard, and once more if it is not what the Hub states."""
-        for _ in range(2):
-            path = with_retries(lambda: self._download_once(name), sleep=self._sleep)
-            if _is_sound(path, self.source.remote[name]):
-                return path
-            # Otherwise the client would return the damaged file again.
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
-        raise SourceError(
-            f"{name} did not arrive as {self.source.repo}@{self.source.revision} has it: its size or digest differs",
-            "run the same command again; if that does not help, the repository or something on the way is broken",
-        )
+        """Download a shard, and compare it with the SHA-256 that the Hub states of large files."""
+        path = with_retries(lambda: self._download_once(name), sleep=self._sleep)
+        expected = self.source.remote[name].digest
+        with output_errors(path, "read"):
+            if len(expected) == 64 and file_sha256(path, name) != expected:
+                # Otherwise the client would return the damaged file again.
+                path.resolve().unlink()
+                raise SourceError(
+                    f"{name} did not arrive as {self.source.repo}@{self.source.revision} has it",
+                    "run the same command again; if that does not help, the repository is broken",
+                )
+        return path
 
     def _download_once(self, name: str) -> Path:
         """Have the client download a shard, or find it on disk."""
@@ -872,16 +815,6 @@ class _SupplyClosed(Exception):
     """Raised in a download thread once the supply is closed."""
 
 
-def _is_sound(path: Path, file: HubFile) -> bool:
-    """Whether a file has the size and digest that the Hub states."""
-    digest = file.hasher()
-    with output_errors(path, "read"), open_regular(path, str(path), "remove it") as local:
-        # Large pieces, because each read waits for the interpreter lock, which downloads keep busy.
-        while piece := local.read(4 << 20):
-            digest.update(piece)
-        return os.fstat(local.fileno()).st_size == file.size and digest.hexdigest() == file.digest
-
-
 @contextmanager
 def supply_shards(
     sources: Sequence[tuple[Source, Needs]],
@@ -921,7 +854,7 @@ def supply_shards(
             if source.remote and directory is None:
                 source.require_cache_space(needs)
             folder = directory and directory / str(number)
-            supplies.append(stack.enter_context(_HintedSupply(source, needs if source.remote else {}, folder)))
+            supplies.append(stack.enter_context(ShardSupply(source, needs if source.remote else {}, folder)))
         yield supplies
 
 
@@ -953,31 +886,10 @@ def find_whole(model: str, begun: Callable[[str], None] | None = None) -> Source
     return source
 
 
-class _HintedSupply(ShardSupply):
-    """A supply whose errors about the scratch directory name --scratch in the hint."""
-
-    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        with _scratch_hint():
-            super().wait_for(output, stopped)
-
-    def release(self, output: str) -> None:
-        with _scratch_hint():
-            super().release(output)
-
-
-@contextmanager
-def _scratch_hint() -> Iterator[None]:
-    """Have errors about the scratch directory name --scratch in the hint."""
-    try:
-        yield
-    except OutputError as error:
-        raise OutputError(error.message, "name a directory on another disk with --scratch") from error
-
-
 @contextmanager
 def _temporary_directory(parent: Path, needed: int) -> Iterator[Path]:
     """A directory in `parent` that is removed at the end, if `needed` bytes are free on its disk."""
-    with _scratch_hint(), output_errors(parent):
+    with output_errors(parent):
         free = shutil.disk_usage(parent).free
         if needed > free:
             raise UsageError(

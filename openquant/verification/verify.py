@@ -31,7 +31,7 @@ from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.source import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
-from ..options import Check, document_options
+from ..options import Check, verb
 from ..patterns import collapse, template
 from ..plan.architecture import find_architecture, known_architecture, text_config
 from ..plan.assign import DirectoryChoice
@@ -62,16 +62,8 @@ from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 Pair = tuple[TensorInfo, Weight | bytes | None]
 
 
-@document_options(Check)
-def verify(
-    directory: str | os.PathLike[str],
-    source: str | os.PathLike[str] | None = None,
-    full: bool = False,
-    *,
-    workers: int | None = None,
-    architecture: str | None = None,
-    reporter: Reporter | None = None,
-) -> Report:
+@verb(Check, positional=("directory", "source", "full"))
+def verify(options: Check, reporter: Reporter | None = None) -> Report:
     """Check a quantized directory, made by this tool or another. A Hub repository is downloaded first.
 
     Args:
@@ -86,8 +78,9 @@ def verify(
     """
     start = time.monotonic()
     reporter = reporter or Reporter()
-    _check_options(directory, source, full, workers)
-    checked = find_whole(os.fspath(directory), reporter.on_note)
+    _check_options(options)
+    directory = os.fspath(options.directory)
+    checked = find_whole(directory, reporter.on_note)
     root = checked.root
     quantization = _read_quantization(root)
     journal = _read_journal(root)
@@ -95,8 +88,8 @@ def verify(
     # What --copy named belongs to both.
     copy = tuple(journal.get("copy", ()))
     origin = source_name = None
-    if source is not None:
-        source_name = os.fspath(source)
+    if options.source is not None:
+        source_name = os.fspath(options.source)
         # Kept until the end, since the directory of a GGUF file goes with it.
         named = find_whole(source_name, reporter.on_note)
         origin = named.open(copy)
@@ -106,27 +99,25 @@ def verify(
         checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
         notes = ("nothing else was checked",)
-        return Report(
-            os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
-        )
+        return Report(directory, source_name, None, format_title, (error.message,), notes, seconds=_since(start))
 
     facts = facts_in(journal)
     journal_files = set(journal.get("files", ()))
     requested = None
-    if architecture is not None:
-        requested = find_architecture(checkpoint, architecture)
+    if options.architecture is not None:
+        requested = find_architecture(checkpoint, options.architecture)
     model = requested or known_architecture(checkpoint)
     if model == GENERIC:
         # The generic entry says nothing of engines.
         model = None
 
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
-    verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
-    verification.run(workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
+    verification = _Verification(headers, findings, journal_files, origin, options.full, facts, requested)
+    verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
     contents = verification.contents
 
     return Report(
-        directory=os.fspath(directory),
+        directory=directory,
         source=source_name,
         architecture=checkpoint.architecture,
         format=format_title,
@@ -146,17 +137,13 @@ def verify(
     )
 
 
-def _check_options(
-    directory: str | os.PathLike[str], source: str | os.PathLike[str] | None, full: bool, workers: int | None
-) -> None:
-    """Refuse --full without a source, fewer workers than one, and a file in place of a directory."""
-    if full and source is None:
+def _check_options(options: Check) -> None:
+    """Refuse --full without a source, and a file in place of a directory."""
+    if options.full and options.source is None:
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
-    if workers is not None and workers < 1:
-        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
     with readable():
-        if Path(directory).is_file():
-            raise UsageError(f"{directory} is not a directory", "check the path")
+        if Path(options.directory).is_file():
+            raise UsageError(f"{options.directory} is not a directory", "check the path")
 
 
 def _read_quantization(root: Path) -> Quantization:

@@ -4,21 +4,13 @@ Only options of an allow list go into a command, and none that names a file.
 
     choice = Chosen(model="Qwen/Qwen3-8B", scheme="int4", gptq=True)
     choice.compress(Roots((Path.cwd(),)))       # ["compress", "-m", "Qwen/Qwen3-8B", "--scheme", "int4", "--gptq", ..]
-
-Plans are made by `python -m openquant.web.choices`, a process that has the visitor's token in its environment, and ends
-with it. Headers are read, and no weights.
-
-    stdin     {"compress": arguments of openquant.compress or null, "fit": arguments of openquant.fit_table}
-    stdout    {"html": the sections, "scheme": of the plan, "shards": .., "refused": whether}
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +18,7 @@ from typing import Any
 
 from ..errors import OpenQuantError, UsageError
 from ..files.model_files import short_repr
-from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
+from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of, values_for
 from .view import fit_html, plan_html, problem_html
 
 # Options behind the page's fold, by the class that has them.
@@ -43,8 +35,6 @@ ADVANCED: Mapping[str, Option] = {name: options_of(kind)[name] for kind, names i
 # In a command, what the one before it wrote.
 OUTPUT = "{output}"
 MOST_LETTERS = 1000
-# Of a directory that a visitor names, more files are not looked at.
-MOST_FILES = 10_000
 _REPOSITORY = re.compile(r"(?!-)[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,200})?", re.ASCII)
 _NAME = re.compile(r"(?!-)([\w.-]{1,96}/)?[\w.-]{1,96}", re.ASCII)
 _DIRECTORY = re.compile(r"[\w][\w.-]{0,199}", re.ASCII)
@@ -70,12 +60,12 @@ class Roots:
             The path with all links resolved.
 
         Raises:
-            UsageError: it, or a file in it, lies outside of the directories, or is missing.
+            UsageError: it lies outside of the directories, or is missing.
         """
         hint = f"name one below {' or '.join(map(str, self.paths))}; openquant web --root DIR allows others"
         try:
             path = Path(os.path.realpath(self.paths[0] / text, strict=True))
-            is_inside = self._holds(path) and self._holds_links_of(path)
+            is_inside = self._holds(path)
         except (OSError, ValueError):
             raise UsageError(f"{short_repr(text)} is no directory or file that can be read", hint) from None
 
@@ -86,18 +76,6 @@ class Roots:
     def _holds(self, path: Path) -> bool:
         """Whether a resolved path lies in one of the directories."""
         return any(path == root or root in path.parents for root in self.paths)
-
-    def _holds_links_of(self, directory: Path) -> bool:
-        """Whether no link of a model leads out: its small files are copied into outputs, which may be published."""
-        if not directory.is_dir():
-            return True
-
-        for number, path in enumerate(directory.rglob("*")):
-            if number > MOST_FILES:
-                raise UsageError(f"{directory} has more than {MOST_FILES:,} files", "name the model's own directory")
-            if path.is_symlink() and not self._holds(Path(os.path.realpath(path))):
-                return False
-        return True
 
 
 def is_local(model: str) -> bool:
@@ -274,14 +252,17 @@ def shown(words: Sequence[str]) -> str:
     return shlex.join(["openquant", *words])
 
 
-def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Make what the page shows of a model.
+def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) -> dict[str, Any]:
+    """Make what the page shows of a model. Headers are read, and no weights.
 
     Args:
-        request: what stdin has. Without a `scheme` in `compress`, the plan has the best that fits the GPU.
+        compress: arguments of openquant.compress; without a `scheme`, the plan has the best that fits the GPU. None for
+            a mixture, which is planned only when it is measured.
+        fit: arguments of openquant.fit_table.
 
     Returns:
-        What is printed. `refused` is True if the command would be refused; the HTML then has its error.
+        "html": the sections; "scheme" and "shards" of the plan; and "refused", whether the command would be refused.
+        The HTML then has its error.
     """
     from ..api import check_request, find_space, plan_of
     from ..distributed import Ranks
@@ -290,14 +271,17 @@ def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"html": "", "scheme": "", "shards": 0, "refused": False}
     table = ""
     try:
-        found = fit_table(**request["fit"])
+        found = fit_table(**fit)
         table = fit_html(found)
 
-        if request["compress"] is not None:
-            chosen = dict(request["compress"])
+        if compress is not None:
+            chosen = dict(compress)
             chosen["scheme"] = chosen.get("scheme") or found.best or "tensor"
             ranks = Ranks()
-            wanted = check_request({**chosen, "dry_run": True})
+            chosen["dry_run"] = True
+            run = Run(**values_for(Run, chosen))
+            recipe = Recipe(**values_for(Recipe, chosen))
+            wanted = check_request(run, recipe, CalibrationTexts(**values_for(CalibrationTexts, chosen)))
             prepared = plan_of(wanted, ranks)
             # A directory that the run would refuse is refused now.
             find_space(prepared, wanted.texts, ranks)
@@ -337,7 +321,3 @@ def _visibility(private: bool, create_pr: bool) -> list[str]:
     if create_pr:
         words.append("--create-pr")
     return words
-
-
-if __name__ == "__main__":
-    print(json.dumps(make_sections(json.load(sys.stdin))))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,31 +11,27 @@ from typing import Any
 
 import gradio as gr
 
-from ..errors import OpenQuantError, SourceError, UsageError
+from ..errors import OpenQuantError, UsageError
 from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
-from .choices import ADVANCED, Chosen, Roots, is_local, push_words
+from .choices import ADVANCED, Chosen, Roots, is_local, make_sections, push_words
 from .runs import (
     DONE,
     RUNNING,
     WAITING,
     PageRun,
     Runs,
-    environment,
     result_html,
     run_title,
     status_html,
-    without_tokens,
 )
-from .server import OWNER
 from .view import problem_html
 
 # Names that the search shows, and characters from which on it searches.
 MOST_FOUND = 8
 FEWEST_LETTERS = 2
-PLAN_SECONDS = 300
-# Plans that are made at one time, each in a process of its own.
+# Plans that are made at one time.
 PLANS = 2
 # Bytes of a card that are shown.
 MOST_CARD = 1 << 18
@@ -64,73 +57,53 @@ class Page:
     Args:
         runs: the runs.
         roots: directories that may be read.
-
-    Attributes:
-        tokens: the token of each browser that typed one.
     """
 
     def __init__(self, runs: Runs, roots: Roots) -> None:
         self.runs = runs
         self.roots = roots
-        self.tokens: dict[str, str] = {}
         self._planning = threading.BoundedSemaphore(PLANS)
 
-    def search(self, text: str, request: gr.Request) -> Any:
+    def search(self, text: str) -> Any:
         """Find repositories on the Hub whose names have a text in them."""
         text = text.strip()
         names = []
         if not is_local(text) and len(text) >= FEWEST_LETTERS:
-            names = find_names(text, self._token(request))
+            names = find_names(text)
         return gr.update(choices=names, value=None, visible=bool(names))
 
-    def use_token(self, text: str, request: gr.Request) -> tuple[str, str]:
-        """Keep a token in memory for this browser, or forget it; the field is emptied."""
-        text = text.strip()
-        if not text:
-            self.tokens.pop(owner_of(request), None)
-            return "", "<p>No token of yours is used.</p>"
-
-        if not text.isascii() or not text.isprintable() or " " in text or len(text) > 200:
-            return "", problem_html(UsageError("this is no token", "copy it from huggingface.co/settings/tokens"))
-
-        self.tokens[owner_of(request)] = text
-        return "", "<p>Your token is used. It is kept in memory, for this browser alone, until the server ends.</p>"
-
-    def plan(self, request: gr.Request, *values: Any) -> str:
+    def plan(self, *values: Any) -> str:
         """Plan what is chosen now: the sections."""
         try:
-            sections = self._ask_planner(choice_of(*values), values[GPU], self._token(request))
+            sections = self._make_plan(choice_of(*values), values[GPU])
         except OpenQuantError as problem:
             return problem_html(problem)
         return str(sections["html"])
 
-    def convert(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
+    def convert(self, *values: Any) -> tuple[Any, ...]:
         """Put a run into the queue, once its plan has no error."""
-        token = self._token(request)
         try:
             choice = choice_of(*values)
             if choice.fit:
                 self._check_mixture(choice)
 
-            found = self._ask_planner(choice, values[GPU], token)
+            found = self._make_plan(choice, values[GPU])
             if found["refused"]:
                 return found["html"], gr.skip()
 
             if not choice.fit and not choice.scheme:
                 choice = choice_of(*values, scheme=found["scheme"])
-            run = self.runs.add(owner_of(request), choice.model, choice.steps(self.roots), token, found["shards"])
+            run = self.runs.add(choice.model, choice.steps(self.roots), found["shards"])
         except OpenQuantError as problem:
             return problem_html(problem), gr.skip()
         return "", run.id
 
-    def refresh(self, selected: str | None, seen: Sequence[str], request: gr.Request) -> tuple[Any, ...]:
-        """Show the runs of this browser, and the selected one. Parts that are as they were are left alone."""
-        owned = self.runs.of(owner_of(request))
-        run = next((run for run in owned if run.id == selected), next(iter(owned), None))
+    def refresh(self, selected: str | None, seen: Sequence[str]) -> tuple[Any, ...]:
+        """Show the runs, and the selected one. Parts that are as they were are left alone."""
+        runs = self.runs.newest_first()
+        run = next((run for run in runs if run.id == selected), next(iter(runs), None))
         parts: list[Any] = [
-            gr.update(
-                choices=[(run_title(one), one.id) for one in owned], value=run and run.id, visible=run is not None
-            )
+            gr.update(choices=[(run_title(one), one.id) for one in runs], value=run and run.id, visible=run is not None)
         ]
         if run is None:
             parts += ["<p>No run yet.</p>", "", gr.update(visible=False), "", gr.update(visible=False), None]
@@ -150,18 +123,15 @@ class Page:
         changes = [gr.skip() if new == old else part for part, new, old in zip(parts, digests, before, strict=True)]
         return (*changes, digests)
 
-    def stop(self, displayed: str | None, request: gr.Request) -> None:
+    def stop(self, displayed: str | None) -> None:
         """End a run, or take it out of the queue."""
-        run = self.runs.find(owner_of(request), displayed)
+        run = self.runs.find(displayed)
         if run is not None:
             self.runs.stop(run)
 
-    def publish(
-        self, displayed: str | None, name: str, private: bool, create_pr: bool, request: gr.Request
-    ) -> tuple[Any, ...]:
+    def publish(self, displayed: str | None, name: str, private: bool, create_pr: bool) -> tuple[Any, ...]:
         """Put a run into the queue that publishes a finished output."""
-        owner = owner_of(request)
-        run = self.runs.find(owner, displayed)
+        run = self.runs.find(displayed)
         if run is None or not run.output:
             return problem_html(UsageError("there is no output to publish", "convert a model first")), gr.skip()
 
@@ -170,21 +140,17 @@ class Page:
             words = push_words(output, name.strip(), private, create_pr)
         except OpenQuantError as problem:
             return problem_html(problem), gr.skip()
-        added = self.runs.add(owner, output.name, [words], self._token(request))
+        added = self.runs.add(output.name, [words])
         return "", added.id
-
-    def _token(self, request: gr.Request) -> str | None:
-        """The token that a browser typed."""
-        return self.tokens.get(owner_of(request))
 
     def _check_mixture(self, choice: Chosen) -> None:
         """Check the options of a mixture, which is planned only when it is measured."""
         read_budget(choice.fit)
         given = choice.keywords(self.roots)
-        FitOptions.parse(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
+        FitOptions(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
 
-    def _ask_planner(self, choice: Chosen, gpu: str, token: str | None) -> dict[str, Any]:
-        """Plan in a process of its own, which has the token."""
+    def _make_plan(self, choice: Chosen, gpu: str) -> dict[str, Any]:
+        """Make the sections of a plan, of few at a time."""
         given = choice.keywords(self.roots)
         shared = ("model", "kv_cache", "quantize_lm_head", "quantize_embeddings", "ignore", "revision")
         fit = {name: given[name] for name in shared if name in given}
@@ -193,31 +159,8 @@ class Page:
         if choice.context:
             fit["context"] = choice.context
 
-        try:
-            with self._planning:
-                done = subprocess.run(
-                    [sys.executable, "-m", "openquant.web.choices"],
-                    input=json.dumps({"compress": None if choice.fit else given, "fit": fit}),
-                    capture_output=True,
-                    text=True,
-                    cwd=self.runs.root,
-                    env=environment(token),
-                    timeout=PLAN_SECONDS,
-                )
-        except subprocess.TimeoutExpired:
-            raise SourceError("the plan took too long", "try again, or plan on the command line") from None
-
-        try:
-            found: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            last = without_tokens(done.stderr.strip().rpartition("\n")[2])
-            raise SourceError(f"the plan failed: {last}", "this is a mistake of openquant; please report it") from None
-        return found
-
-
-def owner_of(request: gr.Request) -> str:
-    """Return the digest that stands for the browser of a request, which the guard gives."""
-    return str(request.headers[OWNER])
+        with self._planning:
+            return make_sections(None if choice.fit else given, fit)
 
 
 def digest(value: Any) -> str:
@@ -236,17 +179,12 @@ def read_card(run: PageRun) -> str:
         return ""
 
 
-def find_names(text: str, token: str | None) -> list[str]:
-    """Return the names of repositories on the Hub that have a text in them; none if the Hub does not answer.
-
-    Args:
-        text: a part of a name.
-        token: a token that was typed; None for the login of this machine.
-    """
+def find_names(text: str) -> list[str]:
+    """Return the names of repositories on the Hub that have a text in them; none if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
-        found = [str(model.id) for model in HfApi(token=token).list_models(search=text, limit=MOST_FOUND)]
+        found = [str(model.id) for model in HfApi().list_models(search=text, limit=MOST_FOUND)]
     except Exception:
         # A search is a convenience: a name can be typed whole.
         return []
@@ -340,15 +278,6 @@ class PageLayout:
             )
             self.matches = gr.Radio([], label="Repositories on the Hub", visible=False, elem_id="matches")
 
-            with gr.Accordion("Token of the Hub", open=False):
-                gr.HTML(
-                    "<p>Only private models and publishing need one. Without one typed here, the login of this machine "
-                    "is used (<code>hf auth login</code>, HF_TOKEN).</p>"
-                )
-                self.token = gr.Textbox(label="Token", type="password", max_length=200, elem_id="token")
-                self.use_token = gr.Button("Use this token")
-                self.token_state = gr.HTML(elem_id="token-state")
-
     def _lay_out_goal(self) -> None:
         """Make the fields that say what is to become of it."""
         best = ("the best that fits the GPU", BEST)
@@ -429,7 +358,6 @@ def build(page: Page) -> gr.Blocks:
 def _connect_form(page: Page, parts: PageLayout) -> None:
     """Search, show the fields that belong to a choice, and plan."""
     parts.model.input(page.search, [parts.model], [parts.matches], trigger_mode="always_last", **HIDDEN)
-    parts.use_token.click(page.use_token, [parts.token], [parts.token, parts.token_state], **HIDDEN)
 
     parts.kind.change(
         lambda kind: (gr.update(visible=kind == ONE), gr.update(visible=kind == MIXED)),

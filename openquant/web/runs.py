@@ -4,10 +4,8 @@ The commands work in the first root. When the server ends, so does the command t
 what an earlier one left, since `compress` resumes by its journal: nothing about a run is kept on disk.
 
     runs = Runs(Path("models"))
-    run = runs.add(owner, "Qwen/Qwen3-8B", choice.steps(roots), token=None)
+    run = runs.add("Qwen/Qwen3-8B", choice.steps(roots))
     status_html(run, runs.place(run), free_bytes)
-
-Tokens are given to a command in its environment.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import re
 import secrets
 import subprocess
 import sys
@@ -45,8 +42,6 @@ RUNNING = "running"
 DONE = "done"
 FAILED = "failed"
 STOPPED = "stopped"
-# What huggingface.co's tokens look like.
-_TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
 
 
 @dataclass(eq=False)
@@ -54,11 +49,9 @@ class PageRun:
     """A run, which its thread changes while the page shows it.
 
     Attributes:
-        owner: digest of the browser that started it.
         model: the model, for the list of runs.
         steps: its commands, as words after `openquant`.
         shards: shards of the output; 0 if not known.
-        token: a token that was typed; None for the login of this machine.
         step: the index of the command that runs, or ran last.
         error: why it failed, and what to do next; else empty.
         progress: the last line of `--progress json`; empty if there is none.
@@ -67,11 +60,9 @@ class PageRun:
         report: the page of its evaluation; None if there is none.
     """
 
-    owner: str
     model: str
     steps: Sequence[Sequence[str]]
     shards: int = 0
-    token: str | None = field(default=None, repr=False)
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     state: str = WAITING
     step: int = 0
@@ -107,22 +98,20 @@ class Runs:
         self._worker = threading.Thread(target=self._work, name="openquant-runs", daemon=True)
         self._worker.start()
 
-    def add(
-        self, owner: str, model: str, steps: Sequence[Sequence[str]], token: str | None = None, shards: int = 0
-    ) -> PageRun:
+    def add(self, model: str, steps: Sequence[Sequence[str]], shards: int = 0) -> PageRun:
         """Put a run at the end of the queue. The arguments are those of PageRun."""
-        run = PageRun(owner=owner, model=model, steps=steps, token=token, shards=shards)
+        run = PageRun(model=model, steps=steps, shards=shards)
         self._runs.append(run)
         self._queue.put(run)
         return run
 
-    def of(self, owner: str) -> list[PageRun]:
-        """Return the runs of a browser, the newest first."""
-        return [run for run in reversed(self._runs) if run.owner == owner]
+    def newest_first(self) -> list[PageRun]:
+        """Return all runs."""
+        return self._runs[::-1]
 
-    def find(self, owner: str, name: str | None) -> PageRun | None:
-        """Return a run of a browser by its id; None if it has none of that id."""
-        return next((run for run in self.of(owner) if run.id == name), None)
+    def find(self, name: str | None) -> PageRun | None:
+        """Return a run by its id; None if there is none."""
+        return next((run for run in self._runs if run.id == name), None)
 
     def place(self, run: PageRun) -> int:
         """Return how many runs are before one in the queue."""
@@ -166,7 +155,6 @@ class Runs:
                 self._run_steps(run)
             except OSError as error:
                 run.fail(f"openquant cannot be started: {error}", "begin the run again once it can")
-            run.token = None
 
     def _run_steps(self, run: PageRun) -> None:
         """Run the commands of a run up to the first that fails."""
@@ -201,7 +189,7 @@ class Runs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "openquant", *words],
                 cwd=self.root,
-                env=environment(run.token),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -218,7 +206,7 @@ class Runs:
             for line in process.stdout:
                 found = _read_json(line)
                 if found is None:
-                    run.log.append(without_tokens(line.rstrip()[:MOST_LETTERS]))
+                    run.log.append(line.rstrip()[:MOST_LETTERS])
                 elif "stage" in found:
                     run.progress = found
                 else:
@@ -240,24 +228,12 @@ class Runs:
         return words
 
 
-def environment(token: str | None) -> dict[str, str]:
-    """Return the environment of a command.
-
-    Args:
-        token: a token that was typed; None for the login of this machine.
-    """
+def environment() -> dict[str, str]:
+    """Return the environment of a command."""
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # The working directory, which holds files of others, is no place to import from.
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    if token is not None:
-        settings["HF_TOKEN"] = token
-    return settings
-
-
-def without_tokens(text: str) -> str:
-    """Replace what looks like a token of huggingface.co."""
-    return _TOKEN.sub("hf_...", text)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def run_title(run: PageRun) -> str:

@@ -10,13 +10,10 @@ send a foreign Origin or Host, which is refused. Paths that the page does not us
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import secrets
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +95,8 @@ def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
         listener.close()
         raise UsageError(f"port {port} cannot be used: {error.strerror}", "give another --port") from None
 
+    # Where commands work, and where plans look for outputs.
+    os.chdir(roots.paths[0])
     runs = Runs(roots.paths[0])
     try:
         _serve(runs, roots, listener, ready)
@@ -113,7 +112,7 @@ def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[s
     port = listener.getsockname()[1]
     server = uvicorn.Server(
         uvicorn.Config(
-            Guard(_application(runs, roots, port), port),
+            _application(runs, roots, port),
             # uvicorn has a traceback for each page that is open when the server ends.
             log_level="critical",
             access_log=False,
@@ -136,18 +135,28 @@ def _application(runs: Runs, roots: Roots, port: int) -> Any:
     import gradio
     from fastapi import FastAPI
     from starlette.requests import Request
-    from starlette.responses import FileResponse, Response
+    from starlette.responses import FileResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
     from .page import Page, build
 
     def send_report(request: Request) -> Response:
-        run = runs.find(request.headers[OWNER], request.path_params["name"])
+        run = runs.find(request.path_params["name"])
         if run is None or run.report is None or not run.report.is_file():
-            return Response("there is no such report", 404)
+            return PlainTextResponse("there is no such report", 404)
         return FileResponse(run.report, media_type="text/html")
 
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        path = request.url.path
+        reason = refusal(request.method, path, request.headers, port)
+        if reason is not None:
+            return PlainTextResponse(f"refused: {reason}\n", 403)
+        response = await answer(request)
+        response.headers.update(headers_for(path))
+        return response
+
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.middleware("http")(guard)
     app.router.routes.append(Route("/report/{name}", send_report))
     theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     gradio.mount_gradio_app(
@@ -170,13 +179,6 @@ def _application(runs: Runs, roots: Roots, port: int) -> Any:
     return app
 
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-# The header by which the page knows a browser. What clients send under this name is dropped.
-OWNER = "x-openquant-owner"
 # What the page asks for, by method.
 _PATHS = {
     "GET": re.compile(
@@ -186,10 +188,8 @@ _PATHS = {
     ),
     "POST": re.compile(r"/gradio_api/run/predict", re.ASCII),
 }
-_COOKIE = re.compile(r"[0-9a-f]{64}")
 # Bytes of a request's body.
 MOST_BODY = 1 << 20
-_AGE = 30 * 24 * 3600
 # Gradio's page has inline scripts and styles, and compiles templates.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -202,113 +202,41 @@ _REPORT_POLICY = (
 )
 
 
-class Guard:
-    """Wraps the server's application.
+def refusal(method: str, path: str, headers: Mapping[str, str], port: int) -> str | None:
+    """Return why a request is refused; None if it is not.
 
     Args:
-        app: the application.
-        port: the port that it is served on.
+        method: its method, such as "GET".
+        path: its path.
+        headers: its headers, by names in lower case.
+        port: the port of this server.
     """
+    host = headers.get("host")
+    if host not in (f"{HOST}:{port}", f"localhost:{port}"):
+        return f"the Host header is not that of this page: open http://{HOST}:{port}"
 
-    def __init__(self, app: App, port: int) -> None:
-        self._app = app
-        self._port = port
-        self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
-        self._cookie = f"openquant-{port}"
+    is_foreign = headers.get("origin", f"http://{host}") != f"http://{host}"
+    is_cross_site = headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and path != "/"
+    if is_foreign or is_cross_site:
+        return "the request comes from another page"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-
-        given = [(name.lower().decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        headers = dict(given)
-        reason = self._refusal(scope, headers, [name for name, _ in given])
-        known = self._find_secret(headers.get("cookie", ""))
-        if reason is None and known is None and scope["path"] != "/":
-            reason = "open the page first"
-        if reason is not None:
-            await _refuse(send, reason)
-            return
-
-        # The page knows the browser by a digest of its cookie.
-        secret = known or secrets.token_hex(32)
-        owner = hashlib.sha256(secret.encode()).hexdigest()
-        kept = [(name, value) for name, value in scope["headers"] if name.lower() != OWNER.encode()]
-        scope = {**scope, "headers": [*kept, (OWNER.encode(), owner.encode())]}
-
-        async def answer(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message = {
-                    **message,
-                    "headers": [*message.get("headers", ()), *self._headers_for(scope["path"], secret)],
-                }
-            await send(message)
-
-        await self._app(scope, receive, answer)
-
-    def _refusal(self, scope: Scope, headers: dict[str, str], names: list[str]) -> str | None:
-        """Why a request is refused; None if it is not."""
-        if names.count("host") != 1 or headers["host"] not in self._hosts:
-            return f"the Host header is not that of this page: open http://127.0.0.1:{self._port}"
-
-        if names.count("origin") > 1 or headers.get("origin", self._origin(headers)) != self._origin(headers):
-            return "the request comes from another page"
-        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and scope["path"] != "/":
-            return "the request comes from another page"
-
-        if not _is_allowed(scope["method"], scope["path"]):
-            return "this page does not have that"
-
-        # Of a body in chunks nobody knows the length.
-        length = headers.get("content-length", "0")
-        is_short = length.isdecimal() and int(length) <= MOST_BODY
-        if scope["method"] == "POST" and (not is_short or "transfer-encoding" in headers):
-            return "the request is too large"
-        return None
-
-    @staticmethod
-    def _origin(headers: dict[str, str]) -> str:
-        """The origin of the page itself."""
-        return f"http://{headers['host']}"
-
-    def _find_secret(self, cookies: str) -> str | None:
-        """The secret of a browser that was here before."""
-        try:
-            found = SimpleCookie(cookies).get(self._cookie)
-        except CookieError:
-            return None
-        if found is None or not _COOKIE.fullmatch(found.value):
-            return None
-        return found.value
-
-    def _headers_for(self, path: str, secret: str) -> list[tuple[bytes, bytes]]:
-        """The headers that are added to an answer."""
-        added = {
-            "content-security-policy": _REPORT_POLICY if path.startswith("/report/") else _POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cross-origin-resource-policy": "same-origin",
-        }
-        if path == "/":
-            # Lax, so that a link to the page does not make a new browser of this one.
-            added["set-cookie"] = f"{self._cookie}={secret}; Path=/; Max-Age={_AGE}; HttpOnly; SameSite=Lax"
-        return [(name.encode(), value.encode()) for name, value in added.items()]
-
-
-def _is_allowed(method: str, path: str) -> bool:
-    """Whether the page asks for a path."""
     pattern = _PATHS.get("GET" if method == "HEAD" else method)
-    return pattern is not None and pattern.fullmatch(path) is not None and ".." not in path
+    if pattern is None or not pattern.fullmatch(path) or ".." in path:
+        return "this page does not have that"
+
+    # Of a body in chunks nobody knows the length.
+    length = headers.get("content-length", "0")
+    is_short = length.isdecimal() and int(length) <= MOST_BODY
+    if method == "POST" and (not is_short or "transfer-encoding" in headers):
+        return "the request is too large"
+    return None
 
 
-async def _refuse(send: Send, reason: str) -> None:
-    """Answer with 403 and the reason."""
-    body = f"refused: {reason}\n".encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def headers_for(path: str) -> dict[str, str]:
+    """Return the headers that are added to the answer for a path."""
+    return {
+        "content-security-policy": _REPORT_POLICY if path.startswith("/report/") else _POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-resource-policy": "same-origin",
+    }

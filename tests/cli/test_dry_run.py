@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,39 +150,6 @@ def test_notes_of_a_push_are_the_same_without_it(site: Site, here: Path) -> None
 def test_a_model_that_is_not_quantized_needs_no_figures(here: Path) -> None:
     dequantize(here / "FP8", here / "BF16")
     assert [note.partition(":")[0] for note in push_notes(here / "BF16")] == ["the card names no base_model"]
-
-
-def test_a_run_that_pushes_notes_what_its_card_lacks(site: Site, here: Path) -> None:
-    source = shutil.copytree(EXAMPLE, here / "source")
-    (source / "README.md").unlink()
-    words = ("compress", source, "-o", "out", "--push-to-hub", "user/name")
-    lacks = (
-        'the card names no license and no base_model: add "license: .." and "base_model: .." to the metadata at the top '
-        "of"
-    )
-    for more, place in ((("--dry-run",), "out/README.md"), (("--push-only", "--dry-run"), "README.md in user/name")):
-        done = site.ask(*words, *more, "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["notes"][-1] == f"{lacks} {place}"
-    done = site.ask(*words, "--json")
-    assert done.returncode == 0 and f"note: {lacks} out/README.md\n" in done.stderr
-    card = here / "out" / "README.md"
-    card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: org/name\n", 1))
-    done = site.ask(*words, "--json")
-    assert done.returncode == 0 and "the card names" not in done.stderr
-    # It would be written anew, from the source's card, whose base model is not that of the output.
-    (source / "README.md").write_text("---\nlicense: mit\nbase_model: org/base\n---\nA model.\n")
-    done = site.ask(*words, "--overwrite", "--dry-run", "--json")
-    assert "the card names no base_model: add" in json.loads(done.stdout)["notes"][-1]
-    # Without a push the card need not have them.
-    done = site.ask("compress", source, "-o", "new", "--dry-run", "--json")
-    assert not [note for note in json.loads(done.stdout)["notes"] if note.startswith("the card")]
-
-
-def test_the_card_of_a_repository_is_fetched_before_it_is_noted(site: Site, here: Path) -> None:
-    site.hub.repositories["org/name"] = EXAMPLE
-    done = site.works("compress", "org/name", "--stream", "--push-to-hub", "user/name", "--dry-run", "--json")
-    assert "the card names" not in done.stdout
 
 
 def test_a_push_is_refused_as_without_it(site: Site, here: Path) -> None:

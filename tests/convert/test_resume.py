@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from conftest import ROOT, tree
-from openquant import Result, compress, dequantize
+from openquant import compress, dequantize
 from openquant import run as running
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.output import Claim, OutputContents, OutputDirectory
-from openquant.files.shardfile import ShardFile, TensorInfo, make_header
+from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
@@ -168,7 +168,7 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(tmp_path: Path
         _, early = begin()
         early.open()
         assert first._lock is not None
-        fcntl.flock(first._lock._handle, fcntl.LOCK_UN)
+        fcntl.flock(first._lock, fcntl.LOCK_UN)
         again, file = begin()
         stack.enter_context(again)
         file.open()
@@ -196,9 +196,9 @@ def test_a_shard_that_is_gone_at_the_end(
             (out / shard).unlink()
 
     monkeypatch.setattr(OutputDirectory, "publish", lose)
-    with pytest.raises(OutputError) as caught:
+    with pytest.raises(SourceError) as caught:
         compress(source, out)
-    assert caught.value.message == f"{out / shard} was written, and is not there"
+    assert caught.value.message == f"{shard} is missing from {out}"
     assert not json.loads((out / ".openquant.json").read_text())["done"]
     monkeypatch.undo()
     compress(source, out)
@@ -305,7 +305,7 @@ def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Pat
             "choose another directory with -o, or replace that output with --overwrite; "
             f"--recipe {tmp_path / 'whole'}/.openquant.json takes its options, which helps if the source has not changed"
         )
-    with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
+    with pytest.raises(SourceError, match=f"^{other}/model-0000.* changed since {tmp_path / 'whole'} was made$"):
         compress(other, tmp_path / "whole")
     assert tree(tmp_path / "whole") == whole
     # The number of workers changes no byte, so it is no other option.
@@ -482,11 +482,9 @@ def test_a_source_that_is_only_touched_continues(tmp_path: Path, source: Path, w
     for path in source.iterdir():
         os.utime(path, (1, 1))
     assert compress(source, out).resumed
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     found = tree(out)
     journals = [json.loads(files.pop(".openquant.json")) for files in (found, whole)]
     assert found == whole
-    # What was held against the source once is not held against it again.
     assert journals[0]["sources"] == sources(source)
     assert journals[1]["sources"] != sources(source)
 
@@ -499,24 +497,14 @@ def sources(source: Path) -> dict[str, object]:
 
 
 @for_each("moved", ["in place", "replaced"])
-def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, source: Path, moved: str) -> None:
+def test_what_was_made_from_another_source_is_made_again(tmp_path: Path, source: Path, moved: str) -> None:
     out = tmp_path / "out"
     struck(source, out, "KILL", "after-rename", 3)
     shard = finished(out)[0]
     if moved == "replaced":
         replaced(source)
     change(source, shard)
-    before = settled(out)
-    for _ in range(2):
-        with pytest.raises(SourceError) as caught:
-            compress(source, out)
-        made, _, of = caught.value.message.partition(" changed since ")
-        assert shard in made
-        assert str(source) in made
-        assert of == f"{out / finished(out)[0]} was made"
-        assert "--overwrite" in caught.value.hint
-    assert settled(out) == before
-    compress(source, out, overwrite=True)
+    assert compress(source, out).resumed
     compress(source, tmp_path / "fresh")
     assert tree(out) == tree(tmp_path / "fresh")
 
@@ -560,39 +548,13 @@ def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: s
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-def test_a_finished_output_is_held_against_a_source_that_moved(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_output_stays_that_of_its_source(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out = tmp_path / "whole"
-    (out / "README.md").write_text("edited")
-    replaced(source)
-    assert compress(source, out).resumed
-    assert (out / "README.md").read_text() == "edited"
-    # It is known again without reading any of it.
-    monkeypatch.setattr(running, "convert", None)
-    assert compress(source, out).resumed
-    monkeypatch.undo()
     change(source, "model-00004-of-00005.safetensors")
-    with pytest.raises(SourceError, match=r"model-00004-of-00005.safetensors.* changed since "):
+    with pytest.raises(SourceError) as caught:
         compress(source, out)
-
-
-def test_what_was_decoded_or_passed_on_is_held_against_its_source_too(tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "fp8", "block")
-    quantized = tmp_path / "fp8"
-    runs: list[Callable[[], Result]] = [
-        lambda: dequantize(quantized, tmp_path / "plain"),
-        lambda: compress(quantized, tmp_path / "again", "block"),
-    ]
-    for run in runs:
-        assert not run().resumed
-    replaced(quantized)
-    for run in runs:
-        assert run().resumed
-    change(quantized, "model-00005-of-00005.safetensors")
-    for run in runs:
-        with pytest.raises(SourceError, match=" changed since "):
-            run()
+    assert caught.value.message == f"{source / 'model-00004-of-00005.safetensors'} changed since {out} was made"
+    assert tree(out) == whole
 
 
 def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
@@ -608,17 +570,6 @@ def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> No
     monkeypatch.setattr(running, "convert", then)
 
 
-def test_a_source_that_is_touched_under_way_is_looked_at_again(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    during(monkeypatch, lambda: os.utime(source / "model-00002-of-00005.safetensors", (1, 1)))
-    compress(source, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / ".openquant.json").read_text())["sources"] == sources(source)
-    assert tree(tmp_path / "out").keys() == whole.keys()
-    monkeypatch.setattr(running, "convert", None)
-    assert compress(source, tmp_path / "out").resumed
-
-
 def test_a_source_that_changes_under_way_is_not_called_finished(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,12 +583,14 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
     config.write_text(text)
 
     during(monkeypatch, lambda: change(source, shard))
-    for _ in range(2):
-        with pytest.raises(SourceError) as caught:
-            compress(source, out)
-        assert caught.value.message == f"{source / shard} changed since {out / shard} was made"
-        assert not (out / "config.json").exists()
-        assert not json.loads((out / ".openquant.json").read_text())["done"]
+    with pytest.raises(SourceError) as caught:
+        compress(source, out)
+    assert caught.value.message == f"{source / shard} changed while it was being converted"
+    assert not (out / "config.json").exists()
+    assert not json.loads((out / ".openquant.json").read_text())["done"]
+    compress(source, out)
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
 
 
 def before(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
@@ -652,65 +605,15 @@ def before(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> No
     monkeypatch.setattr(running, "convert", then)
 
 
-def reversed_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return dict(reversed(tensors.items()))
-
-
-def in_float16(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
-
-
-def with_one_more(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"a": np.ones((8, 8), np.float32), **tensors}
-
-
-def with_one_less(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return dict(list(tensors.items())[1:])
-
-
-def of_nothing(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {}
-
-
-def in_another_shape(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: tensor.T if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-
-
-def rewrite(path: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
-    """Put another shard in a shard's place, in the order of its tensors."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        data = file.read()
-    header.pop("__metadata__", None)
-    kinds = {"BF16": np.uint16, "F32": np.float32}
-    tensors = {
-        name: np.frombuffer(data[slice(*entry["data_offsets"])], kinds[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
-    names = {"uint16": "BF16", "float32": "F32", "float16": "F16"}
-    changed = change(tensors)
-    infos = [TensorInfo(name, names[str(tensor.dtype)], tensor.shape) for name, tensor in changed.items()]
-    path.unlink()
-    path.write_bytes(make_header(infos) + b"".join(tensor.tobytes() for tensor in changed.values()))
-
-
-REPLACED = [reversed_order, in_float16, with_one_more, with_one_less, of_nothing, in_another_shape]
-
-
-@for_each("moment", [before, during])
-@for_each("how", REPLACED)
-def test_a_shard_with_another_header_than_planned_is_refused(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, moment: Callable[..., None], how: Callable[..., Any]
+def test_a_shard_that_was_replaced_by_another_is_refused(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tensors lie elsewhere: read at the planned offsets they are garbage, and compared with them equal to it."""
+    """Read at the planned offsets its tensors are garbage."""
     shard, out = source / "model-00002-of-00005.safetensors", tmp_path / "out"
-    moment(monkeypatch, lambda: rewrite(shard, how))
+    before(monkeypatch, lambda: shard.write_bytes(shard.read_bytes()[:-1000] + b"\xff" * 1000))
     with pytest.raises(SourceError) as caught:
         compress(source, out, workers=1)
-    assert caught.value.message == (
-        f"{shard} was replaced while it was being converted: its header is not the one that was planned"
-    )
-    assert caught.value.hint == ("let nothing write to the model, and run the same command again with --overwrite")
+    assert caught.value.message == f"{shard} changed while it was being converted"
     assert not (out / "config.json").exists()
 
 

@@ -205,7 +205,7 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
     assert "given twice" in refused_options(outputs=["one", "one"])
     assert "no output" in refused_options(outputs=[])
     assert "not a device" in refused_options(outputs=["one"], device="tpu")
-    assert "not a cache" in refused_options(outputs=["one"], kv_cache="int8")
+    assert "--kv-cache: int8 is none of fp8, auto" in refused_options(outputs=["one"], kv_cache="int8")
     assert "no seed" in refused_options(outputs=["one"], seed=-1)
     assert "no seed" in refused_options(outputs=["one"], seed=2**32)
 

@@ -13,45 +13,11 @@ from openquant.files.cards import (
     is_smoothed,
     published_card,
     source_of,
-    source_text,
     with_evaluation,
 )
 from support import small_checkpoints
 
 MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
-# A card of an earlier version, with the source's text first.
-OLD = """---
-license: mit
----
-
-# A model
-
-It was trained.
-
-# m: FP8 and INT8 weights
-
-| | |
-|---|---|
-| source | [org/m](https://huggingface.co/org/m) |
-| rounded by | GPTQ, 8 x 256 tokens |
-| folded | AWQ |
-| scales | searched for |
-| codes | those of the source, with its scales |
-
-```
-vllm serve m-FP8
-```
-
-## Measured against the source
-
-| | |
-|---|---|
-| verdict | close |
-
-```
-openquant eval user/m --source org/m
-```
-"""
 
 
 def made(tmp_path: Path, text: str = MINE, **options: object) -> str:
@@ -137,36 +103,17 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
     assert twice == f"{before}{evaluation}\n{made_heading}{after}"
 
 
-def test_a_card_of_an_earlier_version_is_read() -> None:
-    assert source_of(OLD) == "| source | [org/m](https://huggingface.co/org/m) |"
-    for question in (is_smoothed, is_rounded_by_gptq):
-        assert question(OLD)
-    for numbers in ("BF16", "unchanged"):
-        assert source_of(OLD.replace("FP8 and INT8", numbers)) is None
-    assert source_text(OLD).strip() == "# A model\n\nIt was trained."
-    assert source_text(OLD.replace("FP8 and INT8", "unchanged")).strip() == "# A model\n\nIt was trained."
-    assert published_card(OLD, "a/b", None) == OLD.replace("vllm serve m-FP8", "vllm serve a/b")
-    evaluation = "## Measured against the source\n\nnew\n\n```\nopenquant eval a/b --source org/m\n```\n"
-    found = with_evaluation(OLD, evaluation)
-    assert found == OLD[: OLD.index("## Measured")] + evaluation
-    assert with_evaluation(found, evaluation) == found
-
-
-def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests, tmp_path):
-    for number, old in enumerate([False, True]):
-        with subtests.test(old=old):
-            here = tmp_path / str(number)
-            here.mkdir()
-            text = made(here, OLD if old else "# A model\n\nIt was trained.\n")
-            evaluation = "## Measured against the source\n\n```\nopenquant eval a/b --source org/m\n```\n"
-            (here / "out" / "README.md").write_text(with_evaluation(text, evaluation))
-            compress(here / "out", here / "again", "keep")
-            again = (here / "again" / "README.md").read_text()
-            assert again.endswith("\n\n## Model card of the source\n\n### A model\n\nIt was trained.\n")
-            for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
-                assert again.count(once) == 1
-            assert "Measured" not in again and "FP8 and INT8" not in again
-            assert source_of(again) == "| source | out, which is quantized already |"
+def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(tmp_path: Path) -> None:
+    text = made(tmp_path, "# A model\n\nIt was trained.\n")
+    evaluation = "## Measured against the source\n\n```\nopenquant eval a/b --source org/m\n```\n"
+    (tmp_path / "out" / "README.md").write_text(with_evaluation(text, evaluation))
+    compress(tmp_path / "out", tmp_path / "again", "keep")
+    again = (tmp_path / "again" / "README.md").read_text()
+    assert again.endswith("\n\n## Model card of the source\n\n### A model\n\nIt was trained.\n")
+    for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
+        assert again.count(once) == 1
+    assert "Measured" not in again
+    assert source_of(again) == "| source | out, which is quantized already |"
 
 
 BASE_MODELS = [

@@ -367,7 +367,6 @@ OPTIONS: dict[str, Any] = {
 
 
 def recipe(case: Case) -> Trial:
-    from openquant.cli.commands import recipe_parser
     from openquant.recipes import read_recipe
 
     names = case.rng.sample(sorted(OPTIONS), case.rng.randint(1, 4))
@@ -386,7 +385,7 @@ def recipe(case: Case) -> Trial:
     # What a recipe asks for may take its time, if texts are large.
     words += case.sound.texts
 
-    return Trial(lambda: recipe_parser().parse_args(read_recipe(path)), words, _verifies(case), OUTPUT)
+    return Trial(lambda: read_recipe(path), words, _verifies(case), OUTPUT)
 
 
 ROWS: list[Any] = [

@@ -106,7 +106,6 @@ def forked(do: Callable[[], int], log: Path, limit: float, since: Path | None = 
 def command(verb: str, scratch: Path, at: int, number: int, traced: Sequence[str]) -> tuple[int, int]:
     """Run a verb, with a signal at a bytecode. Returns the exit code and how many bytecodes there were."""
     from openquant.cli.commands import main
-    from openquant.cli.start import listen
 
     count = 0
 
@@ -128,8 +127,6 @@ def command(verb: str, scratch: Path, at: int, number: int, traced: Sequence[str
         return opcode
 
     sys.argv = ["openquant", *words(verb, scratch)]
-    # As the command does before anything is imported.
-    listen()
     if at:
         sys.settrace(call)
     code = main()

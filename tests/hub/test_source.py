@@ -75,13 +75,6 @@ REFUSED = [
      "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
     (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
 ]  # fmt: skip
-SIZES = ("8B", "4B", "1.8B", "32B", "0.6B-Base")
-SIMILAR = {
-    "Qwen/Qwen3-8b-x": ["Qwen/Qwen3-8B", "Qwen/Qwen3-1.8B", "Qwen/Qwen3-4B"],
-    "qwen/qwen3-32b": ["Qwen/Qwen3-32B"],
-    "Qwem/Qwen3-32B": ["Qwen/Qwen3-32B"],
-    "Qwen/Gemma": [],
-}
 
 
 def test_what_the_hub_refuses(subtests, site, hub, repository):
@@ -92,26 +85,6 @@ def test_what_the_hub_refuses(subtests, site, hub, repository):
             assert done.returncode == 2
             assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
             assert "Traceback" not in done.stderr
-
-    # Similar repositories are named.
-    hub.repositories.update(dict.fromkeys([*(f"Qwen/Qwen3-{size}" for size in SIZES), "a/\x1b"], repository))
-    for asked, similar in SIMILAR.items():
-        with subtests.test(asked):
-            _, hint = site.refused("compress", "-m", asked)
-            if not similar:
-                assert hint == f"hint: {LOG_IN}"
-                continue
-            named = hint.removeprefix("hint: similar repositories: ").partition(";")[0].split(", ")
-            assert {*similar} <= {*named} and len(named) <= 3 and named[0] == similar[0]
-
-
-def test_a_directory_beside_the_one_that_is_missing_is_named(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "here" / "models" / "Qwen3-8B").mkdir(parents=True)
-    for asked, named in (("models/Qwen3-8b", "models/Qwen3-8B"), ("./models/Qwen-8B", "models/Qwen3-8B")):
-        done = site.ask("compress", "-m", asked)
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].startswith(f"hint: did you mean {named}? check the ")
-    assert "did you mean" not in site.ask("compress", "-m", "models/Llama").stderr
 
 
 def test_the_hub_cannot_be_reached(site: Site, repository: Path) -> None:

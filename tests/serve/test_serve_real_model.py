@@ -50,7 +50,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Evaluation, Answ
     for scheme in SCHEMES:
         compress(models["source"], models[scheme], scheme)
     files = [str(Path(REAL, "texts", f"{name}.jsonl")) for name in ("articles", "chats", "code")]
-    corpus = read_corpus(Texts.parse(text=files, dataset=None, samples=4, length=128), load_tokenizer(models["source"]))
+    corpus = read_corpus(Texts(text=files, dataset=None, samples=4, length=128), load_tokenizer(models["source"]))
     source, *outputs = (ModelUnderTest(name, open_checkpoint(path)) for name, path in models.items())
     evaluation = compare_outputs(source, outputs, corpus, EvaluationSettings())
     prompts = root / "prompts.json"

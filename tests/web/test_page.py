@@ -66,7 +66,7 @@ class Server:
             **{"http_proxy": outside.address, "https_proxy": outside.address, "no_proxy": "127.0.0.1"},
             **{"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PYTHONUNBUFFERED": "1"},
         }
-        self.environment.pop("HF_TOKEN", None)
+        self.environment["HF_TOKEN"] = TOKEN
         self.start()
 
     def start(self, port: int = 0) -> None:
@@ -162,14 +162,6 @@ class Visitor:
     def tick(self, label: str) -> None:
         self.page.get_by_label(label, exact=False).first.check()
 
-    def sign_in(self, token: str) -> None:
-        if not self.page.locator("#token").is_visible():
-            self.page.get_by_text("Token of the Hub").click()
-        self.write("token", token)
-        self.page.get_by_text("Use this token").click()
-        self.page.get_by_text("Your token is used").wait_for()
-        assert self.page.locator("#token input").input_value() == ""
-
     def plan(self, model: str, found: str = "#plan-sections table") -> str:
         self.write("model", model)
         self.page.locator("#plan").click()
@@ -180,8 +172,14 @@ class Visitor:
         self.page.get_by_label("Straight into a repository", exact=False).check()
         self.write("name", name)
 
+    def runs(self) -> int:
+        return int(self.page.locator("#runs label").count())
+
     def convert(self, until: str) -> None:
+        before = self.runs()
         self.page.locator("#convert").click()
+        # What is shown until then is of an earlier run.
+        self.page.wait_for_function("n => document.querySelectorAll('#runs label').length > n", arg=before)
         self.wait(until)
 
     def wait(self, text: str, section: str = "status") -> None:
@@ -219,7 +217,6 @@ def slow(hub: LoopbackHub) -> Iterator[None]:
 
 
 def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, server: Server, slow: None) -> None:
-    visitor.sign_in(TOKEN)
     visitor.page.locator("#model :is(input, textarea)").first.press_sequentially("tiny-q")
     visitor.page.locator("#matches").get_by_text("org/tiny-qwen3").click()
     visitor.page.wait_for_selector("#plan-sections table")
@@ -245,7 +242,6 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
 def test_an_output_that_is_kept_is_measured_and_published(
     chromium: Any, visitor: Visitor, hub: LoopbackHub, server: Server
 ) -> None:
-    visitor.sign_in(TOKEN)
     visitor.write("gpu", "4090")
     text = visitor.plan(str(EXAMPLE))
     assert "The best scheme that fits is int8-weights" in text
@@ -254,10 +250,6 @@ def test_an_output_that_is_kept_is_measured_and_published(
     output = server.root / "tiny-qwen3-INT8-W8A16"
     assert open_checkpoint(output).config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert json.loads((output / "eval.json").read_text())["verdict"]
-    address = visitor.page.locator("#result iframe").get_attribute("src")
-    other = Visitor(chromium, server)
-    assert other.page.request.get(server.address + address).status == 404
-    other.context.close()
     report = visitor.page.frame_locator("#result iframe").locator("body")
     report.get_by_text("mean KL").first.wait_for()
     assert "Texts side by side" in report.inner_text()
@@ -282,7 +274,6 @@ def test_an_output_that_is_kept_is_measured_and_published(
 
 
 def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
-    visitor.sign_in(TOKEN)
     visitor.plan("org/tiny-qwen3")
     visitor.straight_to("user/continued")
     visitor.convert("of 8.39 MB")
@@ -301,7 +292,6 @@ def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub:
     visitor.page.close()
     visitor.open()
     assert "No run yet." in visitor.text("status")
-    visitor.sign_in(TOKEN)
     visitor.plan("org/tiny-qwen3")
     visitor.straight_to("user/continued")
     visitor.convert("The run is done.")
@@ -319,39 +309,15 @@ def test_a_misfit_says_what_the_command_line_says(visitor: Visitor, server: Serv
         text = visitor.plan("./misfit", "#plan-sections [role=alert]")
         assert f"error: {said['error']}" in text and f"hint: {said['hint']}" in text
         # It does not become a run either.
+        before = visitor.runs()
         visitor.page.locator("#convert").click()
         visitor.wait(said["error"], "problem")
-        assert "No run yet." in visitor.text("status")
+        assert visitor.runs() == before
     finally:
         shutil.rmtree(model)
     assert "is outside of the directories" in visitor.plan(
         str(tmp_path), "#plan-sections [role=alert] :text('outside')"
     )
-
-
-def test_neither_of_two_pages_sees_the_other(chromium: Any, visitor: Visitor, server: Server, hub: LoopbackHub) -> None:
-    other = Visitor(chromium, server)
-    visitor.sign_in(TOKEN)
-    for page, shown in ((visitor, True), (other, False)):
-        page.page.locator("#model :is(input, textarea)").first.press_sequentially("hidden")
-        if shown:
-            page.page.locator("#matches").get_by_text("user/hidden-model").wait_for()
-    assert "user/hidden-model" in visitor.plan("user/hidden-model")
-    assert "user/hidden-model" in other.plan("user/hidden-model", "#plan-sections [role=alert]")
-    assert "8.39 MB" not in other.text("plan-sections")
-    # A token that may only read ends a run at once.
-    hub.role = "read"
-    try:
-        visitor.straight_to("user/copy")
-        visitor.convert("error:")
-    finally:
-        hub.role = "write"
-    assert "write" in visitor.text("status") and TOKEN not in visitor.text("status") + visitor.page.content()
-    other.page.reload()
-    other.page.wait_for_selector("#status p")
-    other.page.wait_for_timeout(1500)
-    assert "No run yet." in other.text("status") and "hidden" not in other.text("run-section")
-    other.context.close()
 
 
 def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
@@ -389,10 +355,7 @@ def answer(server: Server, path: str, method: str = "GET", body: bytes | None = 
 
 
 def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Server) -> None:
-    [cookie] = visitor.context.cookies(server.address)
-    assert cookie["httpOnly"] and cookie["sameSite"] == "Lax"
-    known = {"Cookie": f"{cookie['name']}={cookie['value']}"}
-    assert answer(server, "/") == answer(server, "/config", **known) == 200
+    assert answer(server, "/") == answer(server, "/config") == 200
     for refused in (
         {"Host": "evil.example"},
         {"Host": f"evil.example:{server.port}"},
@@ -403,18 +366,16 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ):
-        assert answer(server, "/config", **{**known, **refused}) == 403, refused
-    # Without the page's cookie there is nothing but the page.
-    assert answer(server, "/config") == 403
+        assert answer(server, "/config", **refused) == 403, refused
     join = b'{"data": [], "fn_index": 0, "session_hash": "x"}'
-    assert answer(server, "/gradio_api/run/predict", "POST", join, **{**known, "Origin": "http://evil.example"}) == 403
+    assert answer(server, "/gradio_api/run/predict", "POST", join, Origin="http://evil.example") == 403
     # It is refused by its headers, before anything is sent.
     large = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    large.request("POST", "/gradio_api/run/predict", headers={**known, "Content-Length": str((1 << 20) + 1)})
+    large.request("POST", "/gradio_api/run/predict", headers={"Content-Length": str((1 << 20) + 1)})
     assert large.getresponse().status == 403
     large.close()
     # Of chunks nobody knows how many come.
-    large.request("POST", "/gradio_api/run/predict", iter([join]), known, encode_chunked=True)
+    large.request("POST", "/gradio_api/run/predict", iter([join]), {}, encode_chunked=True)
     assert large.getresponse().status == 403
     large.close()
     for method, path in (
@@ -427,9 +388,7 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
         ("POST", "/gradio_api/queue/join"),
         ("DELETE", "/config"),
     ):
-        assert answer(server, path, method, **known) == 403, path
-    # The address of the page alone does not make it slow or large.
-    assert {answer(server, "/config", **known, Origin="http://evil.example") for _ in range(1000)} == {403}
+        assert answer(server, path, method) == 403, path
 
 
 @pytest.mark.skipif(AXE is None, reason="OPENQUANT_AXE names axe.min.js of npm's axe-core")
@@ -442,7 +401,6 @@ def test_everybody_can_use_it(subtests: pytest.Subtests, chromium: Any, server: 
             visitor.plan(str(EXAMPLE))
             visitor.convert("The run is done.")
             visitor.page.locator("#publish").wait_for()
-            visitor.page.get_by_text("Token of the Hub").click()
             visitor.page.get_by_text("Advanced options").click()
             visitor.page.get_by_text("--max-memory").wait_for()
             found = visitor.page.evaluate(Path(AXE).read_text() + ";axe.run(document)")

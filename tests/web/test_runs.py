@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, WAITING, Runs, status_html, without_tokens
+from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, WAITING, Runs, status_html
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def wait(run, *states):
         time.sleep(0.05)
 
 
-def test_runs_wait_their_turn_and_belong_to_their_owner(runs, example):
+def test_runs_wait_their_turn(runs, example):
     words = ["compress", "-m", str(example)]
-    first, second = (runs.add(owner, "tiny", [words]) for owner in ("a", "b"))
+    first, second = (runs.add("tiny", [words]) for _ in range(2))
     assert runs.place(second) == 1
     assert "Waiting: 1 run is before this one." in status_html(second, 1, 0)
-    assert runs.find("a", second.id) is None and runs.find("b", second.id) is second
+    assert runs.find(second.id) is second and runs.newest_first() == [second, first]
     wait(second, DONE)
     assert first.state == DONE and first.output == second.output == str(runs.root / "tiny-qwen3-FP8")
     # The same command continues what is there, or finds it finished.
@@ -39,20 +39,20 @@ def test_runs_wait_their_turn_and_belong_to_their_owner(runs, example):
 
 
 def test_an_error_is_that_of_the_command_and_the_next_run_goes_on(runs, example, tmp_path):
-    failed = runs.add("a", "none", [["compress", "-m", str(tmp_path / "none")], ["eval", "{output}"]])
+    failed = runs.add("none", [["compress", "-m", str(tmp_path / "none")], ["eval", "{output}"]])
     wait(failed, FAILED)
     assert str(tmp_path / "none") in failed.error[0] and failed.error[1] and failed.step == 0
     # As on a disk without space for a process or its directory.
     runs.root.rename(tmp_path / "gone")
-    unstarted = runs.add("a", "tiny", [["compress", "-m", str(example), "--dry-run"]])
+    unstarted = runs.add("tiny", [["compress", "-m", str(example), "--dry-run"]])
     wait(unstarted, FAILED)
     assert unstarted.error[0].startswith("openquant cannot be started: ")
     (tmp_path / "gone").rename(runs.root)
-    wait(runs.add("a", "tiny", [["compress", "-m", str(example), "--dry-run"]]), DONE)
+    wait(runs.add("tiny", [["compress", "-m", str(example), "--dry-run"]]), DONE)
 
 
 def test_a_command_that_is_killed_fails_its_run(runs, example):
-    run = runs.add("a", "tiny", [["compress", "-m", str(example)]])
+    run = runs.add("tiny", [["compress", "-m", str(example)]])
     wait(run, RUNNING)
     while run.process is None:
         time.sleep(0.01)
@@ -63,19 +63,15 @@ def test_a_command_that_is_killed_fails_its_run(runs, example):
 
 def test_stop_and_the_end_of_the_server_end_the_command(runs, example):
     words = ["compress", "-m", str(example)]
-    first, second, third = (runs.add("a", "tiny", [words]) for _ in range(3))
+    first, second, third = (runs.add("tiny", [words]) for _ in range(3))
     runs.stop(third)
     assert third.state == STOPPED
     wait(first, RUNNING)
     runs.stop(first)
     wait(first, STOPPED)
     runs.close()
-    assert second.state == STOPPED and WAITING not in {run.state for run in runs.of("a")}
+    assert second.state == STOPPED and WAITING not in {run.state for run in runs.newest_first()}
     assert all(run.process is None or run.process.poll() is not None for run in (first, second, third))
-
-
-def test_what_looks_like_a_token_is_not_shown():
-    assert without_tokens("Bearer hf_abcDEF123456, again") == "Bearer hf_..., again"
 
 
 def test_only_the_verb_imports_gradio():
