@@ -1,6 +1,7 @@
 """Entry points of the commands. They configure libraries, and end in two lines if interrupted while they import."""
 
 import os
+import signal
 
 
 def compress_main() -> int:
@@ -20,6 +21,8 @@ def _run(name: str) -> int:
     # OpenMP threads spin while they wait, which beside other work takes four times the processor time; this makes them
     # sleep. torch reads it when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A shell makes its background jobs ignore SIGINT, so only SIGTERM is made like it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from . import commands
 

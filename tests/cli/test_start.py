@@ -32,9 +32,9 @@ def started(*words: object) -> subprocess.Popen[str]:
 
 def test_the_installed_commands_end_in_two_lines_while_they_import(tmp_path: Path) -> None:
     """What pip writes for an entry point."""
-    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     written = (ROOT / "pyproject.toml").read_text()
-    for name in ("compress-fp8", "openquant"):
+    for name, number in (("compress-fp8", "SIGTERM"), ("openquant", "SIGTERM"), ("openquant", "SIGINT")):
+        (tmp_path / "argparse.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{number})\n")
         [(module, function)] = re.findall(rf'^{name} = "(.*):(.*)"$', written, re.MULTILINE)
         script = tmp_path / name
         script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
