@@ -135,7 +135,6 @@ def render_page(page: PageContent) -> str:
         "words": words_on_page(evaluations, page.serving, page.frontier),
         "charts": charts,
         "comparison": charts.comparison,
-        "names_in_picture": charts.names_in_picture,
         "points_as_outputs": charts.points_as_outputs,
         "recovery_of_outputs": charts.recovery_of_outputs,
         "recovery_of_tasks": charts.recovery_of_tasks,
