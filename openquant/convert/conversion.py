@@ -839,7 +839,8 @@ class CpuKernels:
         Returns:
             float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
         """
-        return self.loops.absmax(bits, dtype, group)
+        found: Floats = self.loops.absmax(bits, dtype, group)
+        return found
 
     def encode(
         self,
