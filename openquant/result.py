@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .files.destination import DiskSpace
     from .hub.source import Source
     from .plan.plan import Plan
-    from .plan.serving import ServingFigures
 
 
 def zero_notes(modules: Iterable[str]) -> list[str]:
@@ -105,7 +104,7 @@ class Result:
     ignored_layers: list[str]
     shards: int
     tensor_parallel: list[int]
-    serving: ServingFigures | None
+    serving: dict[str, Any] | None
     seconds: float
     peak_rss_bytes: int
     resumed: bool

@@ -197,7 +197,7 @@ def convert(
         RuntimeError: a written shard is not what was planned.
         Exception: what `transfer` or `progress` raised.
     """
-    return _Conversion(plan, shards, transfer, output, device, progress, fast).run(workers)
+    return _Conversion(plan, shards, transfer, output, device, progress, loops(fast)).run(workers)
 
 
 def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
@@ -270,39 +270,32 @@ class _Stopped(Exception):
     """Ends a worker because another one failed or the user interrupted."""
 
 
+@dataclass(eq=False)
 class _Conversion:
     """One call of `convert`: the jobs still to do, the shards in progress, and the first failure."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        shards: Sequence[Shard],
-        transfer: ShardTransfer,
-        output: OutputDirectory,
-        device: str,
-        progress: Progress | None,
-        fast: bool,
-    ) -> None:
-        self.plan = plan
-        self.transfer = transfer
-        self.output = output
-        self.device = device
-        self.progress = progress
+    plan: Plan
+    shards: Sequence[Shard]
+    transfer: ShardTransfer
+    output: OutputDirectory
+    device: str
+    progress: Progress | None
+    loops: Loops
 
-        self.loops = loops(fast)
-        self.lock = threading.Lock()
-        # Separate from `lock`, since a worker may wait long for its next task.
-        self.task_lock = threading.Lock()
-        self.stopped = threading.Event()
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # Separate from `lock`, since a worker may wait long for its next task.
+    task_lock: threading.Lock = field(default_factory=threading.Lock)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    # By name, the shards that were begun and are not finished.
+    files: dict[str, ShardFile] = field(default_factory=dict)
+    findings: WeightFindings = field(default_factory=WeightFindings)
+
+    def __post_init__(self) -> None:
         self.failure = FirstFailure(self.stopped.set)
-        # By name, the shards that were begun and are not finished.
+        self.tasks = self._make_tasks()
 
-        self.files: dict[str, ShardFile] = {}
-        self.findings = WeightFindings()
-        self.tasks = self._make_tasks(shards)
-
-    def _make_tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[ShardFile, Job]]:
-        for shard in shards:
+    def _make_tasks(self) -> Iterator[tuple[ShardFile, Job]]:
+        for shard in self.shards:
             self.transfer.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
                 return
@@ -826,7 +819,8 @@ class CpuKernels:
         Returns:
             float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
         """
-        return self.loops.absmax(bits, dtype, group)
+        found: Floats = self.loops.absmax(bits, dtype, group)
+        return found
 
     def encode(
         self,

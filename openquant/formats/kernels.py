@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,73 +39,8 @@ Bits = npt.NDArray[np.unsignedinteger[Any]]
 Entry = TypeVar("Entry", bound=np.generic)
 
 
-class Loops(Protocol):
-    """The functions that look at every weight: this module, or compiled.py, which returns the same bits faster.
-
-    The docstrings of this module's functions of the same names say what each takes and returns.
-    """
-
-    def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
-        """Compute the largest absolute weight of each group, float32 [rows / height, cols / width]."""
-
-    def signs(self, bits: Bits, /) -> Floats:
-        """Return the signs of scales that give each group's largest weight a code below zero, float32 [groups]."""
-
-    def scales(self, fmt: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
-        """Compute the scale of each group, float32 of the shape of `absmax`."""
-
-    def encode_scales(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
-        """Encode scales as they are stored, float32, uint16 or uint8 of the shape of `scale`."""
-
-    def encode_stored(
-        self,
-        bits: Bits,
-        dtype: str,
-        scale: Floats,
-        group: Group,
-        out: Codes,
-        number: Number,
-        global_scale: Floats | None = None,
-        zero_point: Floats | None = None,
-        /,
-    ) -> None:
-        """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols * bits / 8]."""
-
-    def decode_rows(
-        self,
-        codes: Codes,
-        number: Number,
-        scale: Floats,
-        group: Group,
-        low: int,
-        out: Floats,
-        zero_point: Floats | None = None,
-        /,
-    ) -> None:
-        """Dequantize rows of a matrix into `out`, float32 [rows, cols], from row `low` of the matrix on.
-
-        Codes are uint8 [rows, cols * bits / 8]; `scale` and `zero_point` are float32 [groups along these rows,
-        groups of a row].
-        """
-
-    def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
-        """Return the position of the first NaN among codes, uint8 of any shape; None if there is none."""
-
-    def best_scales(
-        self,
-        bits: Bits,
-        dtype: str,
-        unclipped: Floats,
-        scales: Floats,
-        number: Number,
-        importance: Floats | None = None,
-        /,
-    ) -> Floats:
-        """Choose the scale of each group with the least squared error, float32 [groups]."""
-
-    def to_bfloat16(self, values: Floats, out: npt.NDArray[np.uint16], /) -> None:
-        """Round float32 values [rows, cols] to bfloat16; `out` gets their bits, uint16 [rows, cols]."""
-
+# What has the functions that look at every weight: this module, or compiled.py, where they return the same bits faster.
+Loops: TypeAlias = ModuleType
 
 BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
     "BF16": np.dtype(np.uint16),

@@ -17,9 +17,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 import numpy as np
 
@@ -66,41 +66,6 @@ TYPES = "layer_types"
 SHARED = "num_kv_shared_layers"
 LENGTH = "max_position_embeddings"
 WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-
-
-class BytesByCache(TypedDict):
-    """Bytes with a bfloat16 cache, and with an FP8 cache."""
-
-    bf16: int
-    fp8: int
-
-
-class FitFigures(TypedDict):
-    """A `Fit` as `--json` prints it."""
-
-    gpu_gb: int
-    gpus: int | None
-    tokens_bf16: int | None
-    tokens_fp8: int | None
-
-
-class CheckpointServing(TypedDict):
-    """A `Serving` as `--json` prints it."""
-
-    weights_bytes: int
-    kv_bytes_per_token: BytesByCache | None
-    kv_bytes_per_sequence: BytesByCache | None
-    unknown: str | None
-    fits: list[FitFigures]
-
-
-class ServingFigures(TypedDict):
-    """What it takes to serve a source and an output, as `--json` prints it; docs/serving.md explains the keys."""
-
-    gpu_memory_utilization: float
-    overhead_bytes_per_gpu: int
-    source: CheckpointServing
-    output: CheckpointServing
 
 
 @dataclass(frozen=True)
@@ -245,15 +210,6 @@ class Fit:
     tokens_bf16: int | None
     tokens_fp8: int | None
 
-    def to_json(self) -> FitFigures:
-        """Return the fields by name, as `--json` prints them."""
-        return {
-            "gpu_gb": self.gpu_gb,
-            "gpus": self.gpus,
-            "tokens_bf16": self.tokens_bf16,
-            "tokens_fp8": self.tokens_fp8,
-        }
-
 
 @dataclass(frozen=True)
 class Serving:
@@ -271,10 +227,10 @@ class Serving:
     unknown: str | None
     fits: tuple[Fit, ...]
 
-    def to_json(self) -> CheckpointServing:
+    def to_json(self) -> dict[str, Any]:
         """Return the figures as `--json` prints them; those of an unknown cache are None."""
 
-        def by_cache(size: Callable[[bool], int]) -> BytesByCache:
+        def by_cache(size: Callable[[bool], int]) -> dict[str, int]:
             return {"bf16": size(False), "fp8": size(True)}
 
         return {
@@ -282,12 +238,12 @@ class Serving:
             "kv_bytes_per_token": self.cache and by_cache(self.cache.per_token),
             "kv_bytes_per_sequence": self.cache and by_cache(self.cache.per_sequence),
             "unknown": self.unknown,
-            "fits": [fit.to_json() for fit in self.fits],
+            "fits": [asdict(fit) for fit in self.fits],
         }
 
 
-def serving_to_json(source: Serving, output: Serving) -> ServingFigures:
-    """Return both as `--json` prints them.
+def serving_to_json(source: Serving, output: Serving) -> dict[str, Any]:
+    """Return both as `--json` prints them; docs/serving.md explains the keys.
 
     Args:
         source: what it takes to serve the source.

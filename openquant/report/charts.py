@@ -1,42 +1,35 @@
-"""Charts of the HTML report, as SVG elements inside of the page.
+"""Charts of the HTML report, as SVG elements inside of the page, and the picture for a model card.
 
 matplotlib draws them without global state and without a display. Text and axes take the colour of the page's text, so
 a chart fits light and dark pages. Curves have colours of Okabe and Ito, which colour-blind people can tell apart, and
 also differ in line style. A dark page gives them lighter colours by variables of its style sheet. The same figures give
 the same bytes.
 
-The picture that compares several outputs has size against KL, on a logarithmic axis. Each output is a point with its
-name beside it. The frontier joins the outputs than which no other is both smaller and closer to the source. Below the
-floor a KL means nothing, because rounding noise alone causes as much.
+The picture that compares several outputs has size against KL, on a logarithmic axis. Each output is a point with a
+number, and the legend has its name. The frontier joins the outputs than which no other is both smaller and closer to
+the source. Below the floor a KL means nothing, because rounding noise alone causes as much.
 
     figure = Figure((8.0, 4.2), layout="constrained")
     draw_comparison(figure.add_subplot(), evaluations)
 
-Pictures of evaluations: the picture for a model card, and the recovery of tasks.
-
-Recovery is the output's accuracy as a share of the source's. Each row has the mean as a diamond with its 95 % interval,
-and a small circle for each task. The line at 100 % is the source.
+The recovery of tasks is the output's accuracy as a share of the source's. Like the KL by domain it is drawn as rows,
+each with a point and its 95 % interval.
 
     figure = Figure((8.0, 2.4), layout="constrained")
-    draw_recovery(figure.add_subplot(), recovery_rows(evaluations))
+    draw_rows(figure.add_subplot(), recovery_rows(evaluations), 100, "recovery, %")
 """
 
 from __future__ import annotations
 
 import io
-import math
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from ..evaluation.types import kl_text
@@ -68,8 +61,6 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-# Most characters of a name in a chart.
-_NAME_LENGTH = 24
 NOISE = "floor: the source with bfloat16's noise"
 
 Draw = Callable[["Axes"], None]
@@ -172,81 +163,65 @@ def no_label(value: float, _: float) -> str:
     return ""
 
 
-def by_confidence(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw the mean KL by the source's largest probability.
+@dataclass(frozen=True)
+class Row:
+    """A row of a chart: a point and its 95 % interval; a value of None has no point."""
+
+    name: str
+    value: float | None
+    interval: Sequence[float] | None
+
+
+def draw_rows(axes: Axes, rows: Sequence[Row], reference: float, label: str) -> None:
+    """Draw a point and an interval for each row, the first row at the top.
+
+    Args:
+        axes: matplotlib's axes.
+        rows: the rows.
+        reference: value of the line to compare with, such as the noise floor.
+        label: what the values are.
+    """
+    for number, row in enumerate(rows):
+        if row.interval:
+            axes.plot(row.interval, [number] * 2, color=OUTPUT, linewidth=3, alpha=0.5, solid_capstyle="butt")
+        if row.value is not None:
+            axes.plot(row.value, number, "o", color=OUTPUT)
+
+    axes.axvline(reference, color=FLOOR, linestyle="--")
+    axes.set_yticks(range(len(rows)), [chart_name(row.name) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.set_xlabel(label)
+
+
+def rows_height(rows: Sequence[Row]) -> float:
+    """Return the height in inches that a chart of these rows needs."""
+    return max(1.6, 0.9 + 0.3 * len(rows))
+
+
+def by_part(evaluation: Mapping[str, Any], parts: str, number: int = 0) -> str:
+    """Draw the mean KL of each part of the positions, of the first twenty.
 
     Args:
         evaluation: the content of an eval.json.
+        parts: what divides the positions: "confidence" (the source's largest probability), "domain" or "position".
         number: number of the evaluation on its page.
 
     Returns:
         An SVG element, "<svg ..>..</svg>".
     """
-    bins = [entry for entry in evaluation["kl_by_confidence"] if entry["kl"] is not None]
+    entries = [entry for entry in evaluation[f"kl_by_{parts}"] if entry["kl"] is not None]
+    rows = [Row(_part_name(entry), entry["kl"], entry.get("interval")) for entry in entries[:20]]
 
     def draw(axes: Axes) -> None:
-        names = [f"{entry['from']:g} to {entry['to']:g}\n{entry['positions']:,}" for entry in bins]
-        axes.bar(range(len(bins)), [entry["kl"] for entry in bins], color=OUTPUT, width=0.7)
-        axes.axhline(evaluation["floor"]["kl"], color=FLOOR, linestyle="--", label="floor, all positions")
-        axes.set_xticks(range(len(bins)), names, fontsize=7.5)
-        axes.set_xlabel("the source's largest probability; positions")
-        axes.set_ylabel("mean KL, nats")
-        axes.legend(frameon=False, fontsize=8)
-
-    return draw_svg(draw, number=number)
-
-
-def by_domain(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw the mean KL of each domain (a file or dataset subset) with its interval, of the first twenty.
-
-    Args:
-        evaluation: the content of an eval.json.
-        number: number of the evaluation on its page.
-
-    Returns:
-        An SVG element, "<svg ..>..</svg>".
-    """
-    domains = evaluation["kl_by_domain"][:20]
-
-    def draw(axes: Axes) -> None:
-        for number, domain in enumerate(domains):
-            low, high = domain["interval"] or (domain["kl"], domain["kl"])
-            axes.plot([low, high], [number, number], color=OUTPUT, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(domain["kl"], number, "o", color=OUTPUT)
-        axes.axvline(evaluation["floor"]["kl"], color=FLOOR, linestyle="--", label="floor")
-        axes.set_yticks(range(len(domains)), [chart_name(domain["domain"]) for domain in domains])
-        axes.set_ylim(len(domains) - 0.5, -0.5)
+        draw_rows(axes, rows, evaluation["floor"]["kl"], "mean KL, nats (dashed: the floor)")
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.set_xlabel("mean KL, nats, with its 95 % interval")
-        # Above the axes, because points may lie anywhere in them.
-        axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
 
-    return draw_svg(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(domains))), number)
+    return draw_svg(draw, (_SIZE[0], rows_height(rows)), number)
 
 
-def by_position(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw the mean KL by position in the text.
-
-    Args:
-        evaluation: the content of an eval.json.
-        number: number of the evaluation on its page.
-
-    Returns:
-        An SVG element, "<svg ..>..</svg>".
-    """
-    bins = [entry for entry in evaluation["kl_by_position"] if entry["kl"] is not None]
-
-    def draw(axes: Axes) -> None:
-        edges = [*(entry["from"] for entry in bins), bins[-1]["to"]] if bins else [0, 1]
-        axes.stairs([entry["kl"] for entry in bins] or [0], edges, baseline=None, color=OUTPUT, linewidth=2.0)
-        axes.axhline(evaluation["floor"]["kl"], color=FLOOR, linestyle="--", label="floor, all positions")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("position in the text, tokens")
-        axes.set_ylabel("mean KL, nats")
-        axes.legend(frameon=False, fontsize=8)
-
-    return draw_svg(draw, number=number)
+def _part_name(entry: Mapping[str, Any]) -> str:
+    return entry.get("domain") or f"{entry['from']:g} to {entry['to']:g}"
 
 
 def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
@@ -292,35 +267,23 @@ def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
     return draw_svg(draw, number=number)
 
 
-def chart_name(text: str, most: int = _NAME_LENGTH) -> str:
-    """Return a name as a chart shows it: control characters escaped, on one line, and cut if it is long.
+def chart_name(text: str, most: int = 24) -> str:
+    """Return a name as a chart shows it: control characters escaped, on one line, and without its middle if it is long.
 
     Args:
         text: the name.
-        most: the most characters of the result, with three dots at the end if it is cut.
+        most: the most characters of the result, with three dots in the middle if it is cut.
     """
     text = terminal(text)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    if len(text) <= most:
+        return text
+    half = (most - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
-# Names up to this length are drawn whole. Longer ones lose the beginning that all share, and then their middle.
-_WHOLE_NAME = 16
-_LONGEST_NAME = 24
 # A KL up to this is shown as zero.
 _LEAST_KL = 1e-15
 FRONTIER = "frontier: no other output is smaller and closer"
-# Width and height in inches: the text is legible when the first fills a screen, and the second the width of a phone.
-_ON_SCREEN = (10.5, 4.8)
-_ON_PHONE = (4.4, 4.4)
-# Radius of a marker, and distances of a name from its point, in points (1/72 inch).
-_MARKER = 4.5
-_DISTANCES = (6.0, 12.0, 20.0, 30.0, 44.0, 60.0, 80.0, 110.0, 150.0)
-# A name farther away than this has a line to its point, and so has one to which another point is nearly as close.
-_NEAR = 12.0
-_NEARLY = 1.4
-# Directions in which a name may lie, the best first: right, left, above, below, and those between.
-_DEGREES = (0, 180, 90, 270, 35, 325, 145, 215, 60, 300, 120, 240, 15, 345, 165, 195)
-_ANGLES = tuple(map(math.radians, _DEGREES))
 
 
 def by_kl(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -348,31 +311,6 @@ def on_frontier(evaluations: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
-def names_in_picture(names: Sequence[str]) -> tuple[list[str], str]:
-    """Shorten names so that they fit beside points, and still differ.
-
-    Args:
-        names: names of outputs, such as "SmolLM2-135M-FP8" and "SmolLM2-135M-INT4".
-
-    Returns:
-        The names as they are drawn ("FP8", "INT4"), and the beginning that was left out ("SmolLM2-135M-"); it is empty
-        if all names are short.
-    """
-    names = [terminal(name) for name in names]
-    beginning = ""
-    if len(names) > 1 and max(map(len, names)) > _WHOLE_NAME:
-        # Up to the last separator, so that words stay whole.
-        letters = takewhile(lambda column: len(set(column)) == 1, zip(*names, strict=False))
-        match = re.match(r".*[-_./ ]", "".join(column[0] for column in letters))
-        beginning = match[0] if match and all(len(name) > len(match[0]) for name in names) else ""
-    return [_without_middle(name[len(beginning) :]) for name in names], beginning
-
-
-def _without_middle(name: str) -> str:
-    half = (_LONGEST_NAME - 3) // 2
-    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
-
-
 def comparison(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Draw size against KL of several outputs of one source.
 
@@ -382,11 +320,16 @@ def comparison(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     Returns:
         Two SVG elements with the same content, for a screen and for a phone.
     """
+    return _on_screen_and_phone(lambda axes: draw_comparison(axes, evaluations), _comparison_height(evaluations), -1)
 
-    def draw(axes: Axes) -> None:
-        draw_comparison(axes, evaluations)
 
-    return draw_svg(draw, _ON_SCREEN, -1), draw_svg(draw, _ON_PHONE, -2)
+def _on_screen_and_phone(draw: Draw, height: float, number: int) -> tuple[str, str]:
+    return draw_svg(draw, (10.5, height), number), draw_svg(draw, (4.4, height), number - 1)
+
+
+def _comparison_height(evaluations: Sequence[Mapping[str, Any]]) -> float:
+    """The height in inches of a picture of size against KL, with a line of the legend for each output."""
+    return 4.0 + 0.17 * len(evaluations)
 
 
 def points_as_outputs(frontier: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -410,7 +353,7 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     """Draw size against KL of several outputs of one source.
 
     Args:
-        axes: matplotlib's axes, in a figure whose other parts are complete: its layout is fixed here.
+        axes: matplotlib's axes.
         evaluations: for each output the content of its eval.json.
     """
     evaluations = by_kl(evaluations)
@@ -419,39 +362,37 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     kls = [evaluation["kl"]["mean"] for evaluation in evaluations]
     sizes = [float(evaluation["sizes"]["output"]) for evaluation in evaluations]
     low, high = _kl_limits([*kls, floor])
-    # A KL of zero has no place on the axis. Its point lies near the bottom, and its name says it.
+    # A KL of zero has no place on the axis. Its point lies near the bottom, and the legend says it.
     heights = [max(kl, low * (high / low) ** 0.04) for kl in kls]
-    names, _ = names_in_picture([evaluation["output"]["name"] for evaluation in evaluations])
-    names = [
-        name if kl == height else f"{name}: KL {kl:.2g}" for name, kl, height in zip(names, kls, heights, strict=True)
-    ]
     best = on_frontier(evaluations)
 
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    # Room for a name beside the first and the last point; a letter takes about 5 points.
-    share = min(0.35, 0.05 + 5 * max(map(len, names)) / (72 * axes.get_figure().get_figwidth()))  # type: ignore[union-attr]
-    margin = share * (max(sizes) - min(sizes)) or 0.1 * max(sizes) or 1.0
+    margin = 0.1 * (max(sizes) - min(sizes)) or 0.1 * max(sizes) or 1.0
     axes.set_xlim(min(sizes) - margin, max(sizes) + margin)
-    handles: list[Any] = []
-    labels = []
+
     if floor > low:
-        # Twice, because in an SVG a hatch in a filled patch has the colour of the patch.
-        filled = axes.axhspan(low, floor, facecolor=f"{FLOOR}44")
-        hatched = axes.axhspan(low, floor, facecolor="none", edgecolor=FLOOR, hatch="///", linewidth=0.8)
-        handles.append((filled, hatched))
-        labels.append(NOISE)
+        axes.axhspan(low, floor, facecolor=f"{FLOOR}44", edgecolor=FLOOR, label=NOISE)
     line = sorted((size, height) for size, height, good in zip(sizes, heights, best, strict=True) if good)
-    steps = [corner for (_, before), (size, height) in pairwise(line) for corner in ((size, before), (size, height))]
-    curves = [[line[0], *steps]]
-    handles += axes.step(*zip(*line, strict=True), where="post", color=OUTPUT, linewidth=1.2, alpha=0.7)
-    labels.append(FRONTIER)
-    for evaluation, size, height, good in zip(evaluations, sizes, heights, best, strict=True):
+    axes.step(*zip(*line, strict=True), where="post", color=OUTPUT, linewidth=1.2, alpha=0.7, label=FRONTIER)
+
+    for number, evaluation in enumerate(evaluations):
+        spot = (sizes[number], heights[number])
         interval = evaluation["kl"]["interval"]
         if interval:
-            curves.append([(size, max(edge, low)) for edge in interval])
-            axes.plot(*zip(*curves[-1], strict=True), color=OUTPUT, linewidth=2, alpha=0.5)
-        axes.plot(size, height, "o", markersize=7, color=OUTPUT, markerfacecolor=OUTPUT if good else "none")
+            axes.plot([spot[0]] * 2, [max(edge, low) for edge in interval], color=OUTPUT, linewidth=2, alpha=0.5)
+
+        name = f"{number + 1}: {chart_name(evaluation['output']['name'], 40)}"
+        if heights[number] != kls[number]:
+            name += f", KL {kls[number]:.2g}"
+        fill = OUTPUT if best[number] else "none"
+        axes.plot(*spot, "o", markersize=7, color=OUTPUT, markerfacecolor=fill, linestyle="none", label=name)
+
+        # Neighbours in KL have their numbers on different sides.
+        side = 1 if number % 2 else -1
+        where: Any = {"textcoords": "offset points", "ha": "center", "va": "center"}
+        axes.annotate(str(number + 1), spot, (side * 9.0, 4.0), fontsize=8.5, **where)
+
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(lambda size, _: _size_label(size, source))
     if high / low < 100:
@@ -460,8 +401,7 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     axes.yaxis.set_minor_formatter(no_label)
     axes.set_xlabel("size, and per cent of the source's" if source else "size")
     axes.set_ylabel("mean KL, nats (logarithmic)")
-    axes.legend(handles, labels, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, borderaxespad=0.2)
-    place_names(axes, list(zip(sizes, heights, strict=True)), names, curves)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, borderaxespad=0.2)
 
 
 def _kl_limits(kls: Sequence[float]) -> tuple[float, float]:
@@ -476,194 +416,6 @@ def _size_label(size: float, source: int) -> str:
         return ""
     nbytes = round(size)
     return f"{gigabytes(nbytes)}\n{per_cent(nbytes, source)}" if source else gigabytes(nbytes)
-
-
-@dataclass(frozen=True)
-class _Box:
-    """A rectangle in points."""
-
-    left: float
-    bottom: float
-    right: float
-    top: float
-
-    def overlaps(self, other: _Box) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
-        )
-
-    def holds(self, other: _Box) -> bool:
-        return (
-            self.left <= other.left
-            and self.bottom <= other.bottom
-            and other.right <= self.right
-            and other.top <= self.top
-        )
-
-    def distance(self, spot: tuple[float, float]) -> float:
-        """Return the distance of a point from the nearest edge; 0 if it is inside."""
-        across = max(self.left - spot[0], 0.0, spot[0] - self.right)
-        return math.hypot(across, max(self.bottom - spot[1], 0.0, spot[1] - self.top))
-
-    def crossed_by(self, start: tuple[float, float], end: tuple[float, float]) -> bool:
-        """Tell whether a straight line runs through the rectangle."""
-        first = 0.0
-        last = 1.0
-        for at, to, least, most in (
-            (start[0], end[0], self.left, self.right),
-            (start[1], end[1], self.bottom, self.top),
-        ):
-            if at == to:
-                if not least < at < most:
-                    return False
-                continue
-            edges = sorted(((least - at) / (to - at), (most - at) / (to - at)))
-            first = max(first, edges[0])
-            last = min(last, edges[1])
-        return first < last
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a name lies: its rectangle, and the line from its point, whose length is a part of the cost."""
-
-    box: _Box
-    start: tuple[float, float]
-    end: tuple[float, float]
-    cost: float
-
-
-def place_names(
-    axes: Axes,
-    points: Sequence[tuple[float, float]],
-    names: Sequence[str],
-    curves: Sequence[Sequence[tuple[float, float]]] = (),
-) -> None:
-    """Write a name beside each point, so that no name covers a point or another name.
-
-    Each name is as near to its point as possible. If it is not beside the point, a line joins the two.
-
-    Args:
-        axes: matplotlib's axes, complete but for the names. The layout of their figure is fixed here.
-        points: the points, in units of the axes.
-        names: a name for each point.
-        curves: corners of curves that names should rather not cover, in units of the axes.
-    """
-    figure: Any = axes.figure
-    canvas: Any = FigureCanvasAgg(figure)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    scale = 72 / figure.dpi
-
-    def in_points(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        return [(scale * x, scale * y) for x, y in axes.transData.transform(corners)]
-
-    font = FontProperties(size=8.5)
-    measure = canvas.get_renderer().get_text_width_height_descent
-    extents = [tuple(scale * side for side in measure(name, font, False)[:2]) for name in names]
-    sizes = [(width + 2.0, height + 2.0) for width, height in extents]
-    corners = axes.get_window_extent()
-    inside = _Box(*(scale * edge for edge in (corners.x0, corners.y0, corners.x1, corners.y1)))
-    spots = in_points(points)
-    lines = [in_points(curve) for curve in curves]
-    # What fits depends on the order in which names are placed, so several are tried.
-    orders = [
-        sorted(range(len(points)), key=lambda at, axis=axis, sign=sign: sign * spots[at][axis])  # type: ignore[misc]
-        for axis in (1, 0)
-        for sign in (1, -1)
-    ]
-    trials = [_place_all(spots, sizes, inside, lines, order) for order in orders]
-    places = min(trials, key=lambda trial: sum(place.cost for place in trial))
-    for name, point, spot, place in zip(names, points, spots, places, strict=True):
-        middle = (place.box.left + place.box.right) / 2, (place.box.bottom + place.box.top) / 2
-        axes.annotate(
-            name,
-            point,
-            (middle[0] - spot[0], middle[1] - spot[1]),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontproperties=font,
-            annotation_clip=False,
-        )
-        length = place.box.distance(spot)
-        rivals = [other for other in spots if other != spot and place.box.distance(other) < _NEARLY * length]
-        if length > _NEAR or rivals:
-            ends = axes.transData.inverted().transform([(x / scale, y / scale) for x, y in (place.start, place.end)])
-            axes.plot(*zip(*ends, strict=True), color=matplotlib.rcParams["text.color"], linewidth=0.6, alpha=0.6)
-
-
-def _place_all(
-    spots: Sequence[tuple[float, float]],
-    sizes: Sequence[tuple[float, float]],
-    inside: _Box,
-    curves: Sequence[Sequence[tuple[float, float]]],
-    order: Sequence[int],
-) -> list[_Place]:
-    """Place names one after another, in `order`, each where it costs least. Lengths are in points."""
-    markers = [_Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in spots]
-
-    placed: dict[int, _Place] = {}
-
-    for number in order:
-        best: _Place | None = None
-        for distance in _DISTANCES:
-            if best is not None and best.cost <= distance:
-                break
-
-            for preference, angle in enumerate(_ANGLES):
-                place = _candidate(spots[number], sizes[number], distance, angle)
-                cost = distance + 0.1 * preference + (0.0 if inside.holds(place.box) else 5000.0)
-                cost += 1000.0 * sum(place.box.overlaps(other.box) for other in placed.values())
-                cost += 1000.0 * sum(place.box.overlaps(marker) for marker in markers)
-
-                if best is not None and cost >= best.cost:
-                    continue
-
-                others = [at for at in range(len(spots)) if at != number]
-                cost += _crossings(place, placed.values(), [markers[at] for at in others], curves)
-                cost += _doubt(place.box, spots[number], [spots[at] for at in others])
-                if best is None or cost < best.cost:
-                    best = _Place(place.box, place.start, place.end, cost)
-
-        assert best is not None
-        placed[number] = best
-
-    return [placed[number] for number in range(len(spots))]
-
-
-def _crossings(
-    place: _Place, placed: Iterable[_Place], markers: Sequence[_Box], curves: Sequence[Sequence[tuple[float, float]]]
-) -> float:
-    """Return what it costs that lines cross a name, or a name's line other names and other points."""
-    cost = 0.0
-    for other in placed:
-        cost += 200.0 * other.box.crossed_by(place.start, place.end)
-        cost += 200.0 * place.box.crossed_by(other.start, other.end)
-    cost += 150.0 * sum(marker.crossed_by(place.start, place.end) for marker in markers)
-    return cost + 100.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
-
-
-def _doubt(box: _Box, spot: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
-    """Return what it costs that a reader may take a name for that of another point, which is as near or nearer."""
-    length = box.distance(spot)
-    lengths = [box.distance(other) for other in others]
-    return sum(15.0 * (other < _NEARLY * length) + 40.0 * (other < length) for other in lengths)
-
-
-def _candidate(spot: tuple[float, float], size: tuple[float, float], distance: float, angle: float) -> _Place:
-    """Place a name in a direction from its point, with that distance between the point and the nearest edge."""
-    (x, y) = spot
-    (width, height) = size
-    across = math.cos(angle)
-    up = math.sin(angle)
-    # The nearest corner or the middle of the nearest edge lies at `distance`.
-    near_x = x + distance * across
-    near_y = y + distance * up
-    middle_x = near_x + width / 2 * (0 if abs(across) < 0.2 else math.copysign(1, across))
-    middle_y = near_y + height / 2 * (0 if abs(up) < 0.2 else math.copysign(1, up))
-    box = _Box(middle_x - width / 2, middle_y - height / 2, middle_x + width / 2, middle_y + height / 2)
-    return _Place(box, spot, (near_x, near_y), 0.0)
 
 
 # Colour of what is not a figure, size of the small print, and characters of the names of texts.
@@ -685,7 +437,11 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
     """
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
         rows = recovery_rows(by_kl(evaluations)) if len(evaluations) > 1 else []
-        heights = [4.2, recovery_height(rows)] if rows else [4.2]
+        heights = [4.2]
+        if len(evaluations) > 1:
+            heights = [_comparison_height(evaluations)]
+        if rows:
+            heights.append(rows_height(rows))
 
         figure = Figure((8.0, sum(heights)), layout="constrained", facecolor="white")
         target = io.BytesIO()
@@ -702,10 +458,9 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
                 _set_title(figure, f"{len(evaluations)} outputs of {name}")
                 _set_caption(figure, evaluations[0], "bars are 95 % intervals; ")
                 axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+                draw_comparison(axes[0], evaluations)
                 if rows:
                     draw_recovery(axes[1], rows)
-                # Last, since it fixes the layout.
-                draw_comparison(axes[0], evaluations)
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
 
     return target.getvalue()
@@ -764,103 +519,35 @@ def _set_title(figure: Figure, text: str) -> None:
     figure.suptitle(text, fontsize=15, fontweight="bold")
 
 
-# Marks beyond these limits lie at the edge: of a source with one right answer a recovery may be 500 %.
-LEAST = 0.0
-MOST = 2.0
-# Tasks that a picture shows in rows of their own.
-MOST_TASKS = 40
-# Width in inches on a screen, on a phone, and beside other charts; height of a row, and of all else.
-_WIDE = 10.5
-_NARROW = 4.4
-_IN_DETAILS = 4.4
-_ROW = 0.42
-_REST = 1.15
-# Where the mean lies in a row, and the first and the last task, from the row's middle downward.
-_MEAN = -0.18
-_FIRST = 0.06
-_LAST = 0.36
-
-
-@dataclass(frozen=True)
-class RecoveryRow:
-    """A row of the picture. Recoveries are fractions of 1, and None if the source has no right answer.
-
-    Attributes:
-        name: name of the output, or of the task.
-        recovery: of the mean over tasks, or of the task.
-        interval: its 95 % interval.
-        tasks: the recovery of each task.
-    """
-
-    name: str
-    recovery: float | None
-    interval: Sequence[float] | None
-    tasks: Sequence[float | None] = ()
-
-
-def recovery_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[RecoveryRow]:
+def recovery_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Make a row for each output that was asked tasks.
 
     Args:
         evaluations: for each output the content of its eval.json.
     """
-    names, _ = names_in_picture([evaluation["output"]["name"] for evaluation in evaluations])
-    rows = []
-    for name, evaluation in zip(names, evaluations, strict=True):
-        if "tasks" in evaluation:
-            tasks = evaluation["tasks"]
-            mean = tasks["mean"][0]
-            of_tasks = [figures["metrics"][0]["recovery"] for figures in tasks["tasks"]]
-            dots = of_tasks if len(of_tasks) > 1 else ()
-            rows.append(RecoveryRow(name, mean["recovery"], mean["recovery_interval"], dots))
-    return rows
+    asked = [evaluation for evaluation in evaluations if "tasks" in evaluation]
+    return [_recovery_row(one["output"]["name"], one["tasks"]["mean"][0]) for one in asked]
 
 
-def draw_recovery(axes: Axes, rows: Sequence[RecoveryRow]) -> None:
-    """Draw recoveries into axes, the first row at the top.
+def _recovery_row(name: str, metric: Mapping[str, Any]) -> Row:
+    """A row of per cent; what lies beyond 200 is at the edge: with one right answer a recovery may be 500 %."""
+
+    def limited(recovery: float) -> float:
+        return 100 * min(max(recovery, 0.0), 2.0)
+
+    recovery = metric["recovery"]
+    value = None if recovery is None else limited(recovery)
+    return Row(name, value, [limited(edge) for edge in metric["recovery_interval"] or ()])
+
+
+def draw_recovery(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw recoveries into axes, beside the line of the source.
 
     Args:
         axes: matplotlib's axes.
         rows: the rows.
     """
-    drawn = [1.0]
-    beyond = False
-
-    def at(recovery: float) -> float:
-        nonlocal beyond
-        limited = min(max(recovery, LEAST), MOST)
-        beyond = beyond or limited != recovery
-        drawn.append(limited)
-        return 100 * limited
-
-    color: Any = matplotlib.rcParams["text.color"]
-    handles: dict[str, Any] = {}
-    for number, row in enumerate(rows):
-        step = (_LAST - _FIRST) / max(1, len(row.tasks) - 1)
-        dots = [(at(one), number + _FIRST + step * place) for place, one in enumerate(row.tasks) if one is not None]
-        if dots:
-            [handles["a task"]] = axes.plot(
-                *zip(*dots, strict=True), "o", markersize=4, color=OUTPUT, markerfacecolor="none"
-            )
-        height = number + (_MEAN if row.tasks else 0)
-        if row.interval:
-            axes.plot([at(edge) for edge in row.interval], [height] * 2, color=OUTPUT, linewidth=2.5, alpha=0.5)
-        if row.recovery is not None:
-            [mark] = axes.plot(at(row.recovery), height, "D", markersize=7, color=OUTPUT)
-            if row.tasks:
-                handles["mean of the tasks, 95 % interval"] = mark
-    axes.axvline(100, color=color, linestyle="--", linewidth=1)
-    margin = 5 * (max(drawn) - min(drawn)) or 5.0
-    axes.set_xlim(100 * min(drawn) - margin, 100 * max(drawn) + margin)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("recovery, % of the source's accuracy" + ("\n(beyond 200: at the edge)" if beyond else ""))
-    if handles:
-        axes.legend(
-            handles.values(), handles, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, ncols=2
-        )
+    draw_rows(axes, rows, 100, "recovery, % of the source's accuracy (200: or more)")
 
 
 def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -873,7 +560,7 @@ def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, 
         Two SVG elements with the same content, for a screen and for a phone.
     """
     rows = recovery_rows(evaluations)
-    return _svg(rows, _WIDE, -3), _svg(rows, _NARROW, -4)
+    return _on_screen_and_phone(lambda axes: draw_recovery(axes, rows), rows_height(rows), -3)
 
 
 def recovery_of_tasks(evaluation: Mapping[str, Any], number: int = 0) -> str:
@@ -887,17 +574,7 @@ def recovery_of_tasks(evaluation: Mapping[str, Any], number: int = 0) -> str:
         An SVG element, "<svg ..>..</svg>".
     """
     tasks = evaluation["tasks"]
-    named = [(chart_name(figures["task"]), figures["metrics"][0]) for figures in tasks["tasks"]]
-    if len(named) > 1:
-        named = [("mean of tasks", tasks["mean"][0]), *named[:MOST_TASKS]]
-    rows = [RecoveryRow(name, metric["recovery"], metric["recovery_interval"]) for name, metric in named]
-    return _svg(rows, _IN_DETAILS, number)
-
-
-def _svg(rows: Sequence[RecoveryRow], width: float, number: int) -> str:
-    return draw_svg(lambda axes: draw_recovery(axes, rows), (width, recovery_height(rows)), number)
-
-
-def recovery_height(rows: Sequence[RecoveryRow]) -> float:
-    """Return the height in inches that a picture of these rows needs."""
-    return _REST + _ROW * max(1, len(rows)) * (1.4 if any(row.tasks for row in rows) else 1.0)
+    rows = [_recovery_row(figures["task"], figures["metrics"][0]) for figures in tasks["tasks"][:40]]
+    if len(rows) != 1:
+        rows = [_recovery_row("mean of tasks", tasks["mean"][0]), *rows]
+    return draw_svg(lambda axes: draw_recovery(axes, rows), (_SIZE[0], rows_height(rows)), number)

@@ -26,11 +26,12 @@ from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, FileKind
 from ..files.model_files import EVAL_PAGE, EVAL_PICTURE
 from ..fit.table import SearchResult
+from ..formats.schemes import SCHEMES
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
 from .cells import fill_template, gigabytes, per_cent, read_part, short, shorten, terminal
-from .words import share_text, verdict_meaning, words_on_page
+from .words import share_text, verdict_meaning
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -124,6 +125,8 @@ def render_page(page: PageContent) -> str:
         "drawn": Markup,
     }
     evaluations = charts.by_kl(page.evaluations)
+    points = (page.frontier or {}).get("points", ())
+    schemes = dict.fromkeys(name for point in points for name in point["shares"])
     script = read_part("page.js")
     values = {
         "title": page.title,
@@ -132,10 +135,9 @@ def render_page(page: PageContent) -> str:
         "frontier": page.frontier,
         "served": page.serving,
         "commands": page.commands,
-        "words": words_on_page(evaluations, page.serving, page.frontier),
+        "schemes": [SCHEMES[name] for name in schemes if name in SCHEMES],
         "charts": charts,
         "comparison": charts.comparison,
-        "names_in_picture": charts.names_in_picture,
         "points_as_outputs": charts.points_as_outputs,
         "recovery_of_outputs": charts.recovery_of_outputs,
         "recovery_of_tasks": charts.recovery_of_tasks,

@@ -1,16 +1,13 @@
-"""The picture of several outputs: where points lie, which are on the frontier, and that every name can be read."""
+"""The picture of several outputs: where points lie, which are on the frontier, and that the legend has every name."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import random
 from typing import Any
 
 import matplotlib
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
@@ -18,10 +15,10 @@ from matplotlib.text import Annotation
 from openquant.report.charts import (
     STYLE,
     by_kl,
+    chart_name,
     comparison,
     draw_comparison,
     draw_picture,
-    names_in_picture,
     on_frontier,
 )
 from support.evaluation_files import EVIL, evaluation, several
@@ -61,11 +58,11 @@ def points(axes: Axes) -> list[tuple[float, float]]:
     return [tuple(axes.transData.transform(line.get_xydata()[0])) for line in marked]
 
 
-def names(axes: Axes) -> dict[str, Any]:
-    """The names in the picture, and their rectangles in pixels."""
-    renderer = FigureCanvasAgg(axes.figure).get_renderer()
-    found = [text for text in axes.texts if isinstance(text, Annotation)]
-    return {text.get_text(): text.get_window_extent(renderer) for text in found}
+def legend(axes: Axes) -> list[str]:
+    """The texts of the legend."""
+    found = axes.get_legend()
+    assert found is not None
+    return [text.get_text() for text in found.get_texts()]
 
 
 def test_points_lie_farther_right_the_larger_and_higher_the_farther_from_the_source() -> None:
@@ -90,9 +87,7 @@ def test_the_floor_is_a_band_below_which_nothing_is_told_apart() -> None:
         assert isinstance(band, Rectangle)
         assert band.get_y() == axes.get_ylim()[0]
         assert band.get_y() + band.get_height() == pytest.approx(0.003)
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [
+    assert legend(axes)[:2] == [
         "floor: the source with bfloat16's noise",
         "frontier: no other output is smaller and closer",
     ]
@@ -114,76 +109,23 @@ def test_the_frontier_joins_outputs_than_which_none_is_smaller_and_closer() -> N
     ]  # fmt: skip
 
 
-def crowded() -> dict[str, tuple[float, float]]:
-    """Twenty outputs, which lie in four groups."""
-    rng = random.Random(0)
-    return {
-        f"scheme-{number}": (rng.choice([110e6, 112e6, 160e6, 165e6]) + 1e6 * rng.random(), 10 ** rng.uniform(-2, 0))
-        for number in range(20)
-    }
-
-
-def test_every_name_can_be_read(subtests: pytest.Subtests) -> None:
-    for size, figures in itertools.product(SIZES, [MEASURED, crowded()]):
-        with subtests.test(figures=figures, size=size):
-            axes = drawn(evaluations(figures), size)
-            found = names(axes)
-            assert set(found) == set(figures)
-            inside = axes.get_window_extent()
-            for box in found.values():
-                assert inside.x0 <= box.x0 < box.x1 <= inside.x1
-                assert inside.y0 <= box.y0 < box.y1 <= inside.y1
-                assert not [spot for spot in points(axes) if box.contains(*spot)]
-            for one, other in itertools.combinations(found.values(), 2):
-                assert not one.overlaps(other)
-
-
-def test_no_line_runs_through_a_name(subtests: pytest.Subtests) -> None:
-    """Neither the frontier nor an interval."""
-    for size, of in itertools.product(SIZES, [several(), evaluations(MEASURED)]):
-        with subtests.test(of=of, size=size):
-            axes = drawn(of, size)
-            lines = [line for line in axes.lines if line.get_drawstyle() == "steps-post" or line.get_alpha() == 0.5]
-            assert len(lines) == 1 + len(of)
-            for line in lines:
-                corners = list(line.get_xydata())
-                if line.get_drawstyle() == "steps-post":
-                    corners = [corner for (_, y), (x, z) in itertools.pairwise(corners) for corner in ((x, y), (x, z))]
-                    corners.insert(0, line.get_xydata()[0])
-                for (x, y), (end, z) in itertools.pairwise(axes.transData.transform(corners)):
-                    for name, box in names(axes).items():
-                        apart = (
-                            max(x, end) <= box.x0 or min(x, end) >= box.x1 or max(y, z) <= box.y0 or min(y, z) >= box.y1
-                        )
-                        assert apart, name
-
-
-def test_the_nearest_point_to_a_name_is_its_own_or_a_line_leads_there() -> None:
+def test_each_point_has_the_number_of_its_name_in_the_legend() -> None:
     axes = drawn(evaluations(MEASURED))
     of = by_kl(evaluations(MEASURED))
-    spots = dict(zip([one["output"]["name"] for one in of], points(axes), strict=True))
-    starts = [
-        tuple(axes.transData.transform(line.get_xydata()[0]))
-        for line in axes.lines
-        if line.get_marker() == "None" and line.get_linewidth() == 0.6
-    ]
-    for name, box in names(axes).items():
-
-        def distance(spot: tuple[float, float], box: Any = box) -> float:
-            return math.hypot(max(box.x0 - spot[0], 0, spot[0] - box.x1), max(box.y0 - spot[1], 0, spot[1] - box.y1))
-
-        nearest = min(spots.values(), key=distance)
-        assert nearest == spots[name] or any(math.dist(start, spots[name]) < 1e-6 for start in starts), name
+    assert legend(axes)[2:] == [f"{number}: {one['output']['name']}" for number, one in enumerate(of, 1)]
+    numbers = [text for text in axes.texts if isinstance(text, Annotation)]
+    assert [text.get_text() for text in numbers] == [str(number) for number in range(1, len(of) + 1)]
+    assert [text.xy for text in numbers] == [(one["sizes"]["output"], one["kl"]["mean"]) for one in of]
 
 
 def test_outputs_that_are_alike_or_equal_to_the_source_are_in_the_picture() -> None:
     axes = drawn(evaluations({"one": (5, 0.0), "other": (5, 0.0), "third": (5, 0.1)}))
-    assert set(names(axes)) == {"one: KL 0", "other: KL 0", "third"}
+    assert legend(axes)[-3:] == ["1: one, KL 0", "2: other, KL 0", "3: third"]
     low, high = axes.get_ylim()
     assert 0 < low < high
     for height in (line.get_xydata()[0][1] for line in axes.lines if line.get_marker() == "o"):
         assert low < height < high
-    assert set(names(drawn(evaluations({"a": (0, 0.0), "b": (0, 0.0)}, 0.0)))) == {"a: KL 0", "b: KL 0"}
+    assert legend(drawn(evaluations({"a": (0, 0.0), "b": (0, 0.0)}, 0.0)))[-2:] == ["1: a, KL 0", "2: b, KL 0"]
 
 
 def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subtests) -> None:
@@ -195,21 +137,16 @@ def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subt
             assert draw_picture(of)
 
 
-def test_long_names_lose_what_all_of_them_begin_with() -> None:
-    assert names_in_picture(["m-FP8", "m-INT8"]) == (["m-FP8", "m-INT8"], "")
-    long = ["SmolLM2-135M-Instruct-FP8", "SmolLM2-135M-Instruct-FP8-KV8", "SmolLM2-135M-Instruct-INT4-g32"]
-    assert names_in_picture(long) == (["FP8", "FP8-KV8", "INT4-g32"], "SmolLM2-135M-Instruct-")
-    assert names_in_picture(["a" * 40 + "1", "a" * 40 + "2"])[0] == [
-        "aaaaaaaaaa...aaaaaaaaa1",
-        "aaaaaaaaaa...aaaaaaaaa2",
-    ]
-    assert names_in_picture([EVIL])[1] == ""
+def test_long_names_lose_their_middle() -> None:
+    assert chart_name("SmolLM2-135M-FP8") == "SmolLM2-135M-FP8"
+    assert chart_name("SmolLM2-135M-Instruct-FP8-KV8") == "SmolLM2-13...ct-FP8-KV8"
+    assert "\x1b" not in chart_name(EVIL, 99)
 
 
 def test_a_screen_and_a_phone_have_a_picture_each() -> None:
     wide, narrow = comparison(several())
-    assert 'viewBox="0 0 756 345.6"' in wide
-    assert 'viewBox="0 0 316.8 316.8"' in narrow
+    assert 'viewBox="0 0 756 324.72"' in wide
+    assert 'viewBox="0 0 316.8 324.72"' in narrow
     for svg in (wide, narrow):
         for name in ("tiny-INT4", "tiny-FP8", "tiny-INT8", "frontier", "floor"):
             assert name in svg
