@@ -6,6 +6,7 @@ ended, and a request to the Hub may never end.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -146,5 +147,9 @@ def in_thread(do: Callable[[], Output], name: str = "openquant") -> Future[Outpu
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=call, name=name, daemon=True).start()
+    # Python in a browser, as in the static Space, has no threads.
+    if sys.platform == "emscripten":
+        call()
+    else:
+        threading.Thread(target=call, name=name, daemon=True).start()
     return future

@@ -85,7 +85,6 @@ LARGE = 2 << 30
 LONG = 128 << 20
 
 Progress = Callable[[int], None]
-# A shard that is written, or a finished one whose bytes are compared with what would be written.
 
 
 def worker_memory(plan: Plan, device: str) -> int:
