@@ -452,7 +452,7 @@ class _Exchange:
         while True:
             try:
                 return self._open()
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 reason = _one_line(error)
                 # Another program has the port.
                 if "EADDRINUSE" in reason:

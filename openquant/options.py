@@ -286,7 +286,7 @@ def _read_all(name: str, option: Option, given: Any) -> Any:
         return (_read(name, option, given),)
     if isinstance(given, Sequence):
         return tuple(_read(name, option, item) for item in given)
-    if isinstance(given, (Mapping, type(None))):
+    if given is None or (isinstance(given, Mapping) and option.read is pattern_and_scheme):
         return _read(name, option, given)
 
     raise UsageError(f"{name} is of type {type(given).__name__}, not a text or a list of texts", "give texts")
@@ -321,7 +321,9 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
         return
     kinds = [_TYPES.get(kind, _TYPES["str"]) for kind in names]
     for one in values:
-        if not any(isinstance(one, types) for _, types in kinds):
+        # True is a number for Python.
+        is_wrong_bool = isinstance(one, bool) and "bool" not in names
+        if is_wrong_bool or not any(isinstance(one, types) for _, types in kinds):
             wanted = " or ".join(dict.fromkeys(said for said, _ in kinds if said != "None"))
             # Only a caller in Python can give a wrong type.
             raise UsageError(f"{name} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -152,8 +153,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def _unique(pairs: Sequence[tuple[str, Any]], file: Path) -> dict[str, Any]:
     """An object of a recipe, refused if a key is there twice: one of the values would count for nothing."""
-    keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
+    counts = Counter(key for key, _ in pairs)
+    if twice := [key for key, count in counts.items() if count > 1]:
         raise UsageError(f"{file} has {short_repr(twice[0])} twice in one place", "leave one of them out")
     return dict(pairs)
 

@@ -205,11 +205,12 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
     if claim.changed_sources:
         layout = prepared.plan.layout
         outdated = [shard.name for shard in layout.shards if layout.sources(shard.name) & claim.changed_sources]
-        claim.discard(outdated)
+        # The journal says last what the source is now: a run that is killed before removes the same once more.
         if publisher:
             publisher.forget_uploads()
+        claim.discard(outdated)
     if publisher:
-        publisher.prepare(writing.generated[CARD_FILE])
+        publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
 
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""

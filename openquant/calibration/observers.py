@@ -234,8 +234,9 @@ def observe_inputs(
         checkpoint=pass_checkpoint,
     )
     # The first rank gets what the others have recorded; the others get nothing.
-    for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
-        _merge_states(all_statistics, load(data))
+    if ranks.size > 1:
+        for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
+            _merge_states(all_statistics, load(data))
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
     of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]

@@ -18,6 +18,7 @@ import io
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -38,6 +39,8 @@ from ..version import install_hint
 METRICS = ("acc", "acc_norm", "exact_match")
 # Names that end in these are files.
 _FILES, _YAML = (".json", ".jsonl"), (".yaml", ".yml")
+# What a YAML file calls its task or group.
+_NAMED = re.compile(r"^(?:task|group):[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 # What lm-eval calls answers that no filter changed.
 _UNFILTERED = "none"
 # Answers to requests for probabilities: that of the continuation as a logarithm, and whether each token is the top one.
@@ -78,20 +81,36 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
         else:
             for_lm_eval.append(str(name))
 
+    # lm-eval takes the last of two tasks of one name.
+    _require_different([_task_name(name) for name in for_lm_eval])
     if for_lm_eval:
         from_lm_eval = LMEvalTasks(for_lm_eval, limit)
         task_names += from_lm_eval.metrics
         parts.append(from_lm_eval)
-
-    if len(set(task_names)) < len(task_names):
-        twice = next(name for name in task_names if task_names.count(name) > 1)
-        raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
+    _require_different(task_names)
 
     tasks = parts[0] if len(parts) == 1 else SeveralTasks(parts)
     if not set.intersection(*map(set, tasks.metrics.values())):
         listed = ", ".join(f"{name} has {' and '.join(metrics)}" for name, metrics in tasks.metrics.items())
         raise UsageError(f"the tasks have no metric in common: {listed}", "evaluate them one after the other")
     return tasks
+
+
+def _task_name(name: str) -> str:
+    """The name of a task of lm-eval, which a YAML file says itself."""
+    if Path(name).suffix not in _YAML:
+        return name
+    with readable():
+        text = read_small(Path(name), name, _MAX_FILE).decode(errors="replace")
+    said = _NAMED.search(text)
+    return said[1] if said else name
+
+
+def _require_different(names: Sequence[str]) -> None:
+    """Refuse two tasks of one name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
 
 
 class LMEvalTasks:
@@ -435,6 +454,8 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
         if not isinstance(choices, list) or len(choices) < 2:
             raise SourceError(f"{where}: choices is {short_repr(choices)}, not a list of texts", _LINES_HINT)
         texts = tuple(_text(choice, f"{where}: a choice", _LINES_HINT) for choice in choices)
+        if not all(choice.strip() for choice in texts) or len(set(texts)) < len(texts):
+            raise SourceError(f"{where}: a choice is empty, or two are equal", _LINES_HINT)
 
         answer = value.get("answer")
         right = texts.index(answer) if isinstance(answer, str) and answer in texts else answer

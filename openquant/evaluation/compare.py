@@ -226,8 +226,9 @@ class _Comparison:
 
         ranks = self.settings.ranks
         # The first rank has the figures of all.
-        for data in ranks.gather(bytes(dump(self._state()))):
-            self._merge(load(data))
+        if ranks.size > 1:
+            for data in ranks.gather(bytes(dump(self._state()))):
+                self._merge(load(data))
 
         evaluation = self._evaluation() if ranks.first else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]

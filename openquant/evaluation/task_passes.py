@@ -552,8 +552,12 @@ def mcnemar(lost: int, gained: int) -> float:
         gained: the number of questions that only the output answers rightly.
     """
     changed = lost + gained
-    # Exact integers: the numbers of ways to choose so many of them.
-    tail = sum(math.comb(changed, number) for number in range(min(lost, gained) + 1))
+    # Exact integers: the number of ways to choose so many of them, and their sum.
+    term = 1
+    tail = 0
+    for number in range(min(lost, gained) + 1):
+        tail += term
+        term = term * (changed - number) // (number + 1)
     return min(1.0, 2 * tail / (1 << changed))
 
 

@@ -409,7 +409,7 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space, or choose another disk with -o or --scratch, and run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            hint = "check the permissions, or choose another directory with -o"
+            hint = "check the permissions, or choose another directory with -o or --scratch"
         else:
             hint = "run the same command again once that is solved: finished shards are kept"
         raise OutputError(f"{path} cannot be {doing}: {error.strerror or error}", hint) from error
@@ -526,7 +526,15 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
 
 def _has_facts(facts: object) -> bool:
     """Return whether a journal's "weights" are WeightFacts, or None."""
-    return facts is None or (isinstance(facts, dict) and facts.keys() == WeightFacts._field_defaults.keys())
+    if not isinstance(facts, dict):
+        return facts is None
+    scales = facts.get("static_scales")
+    return (
+        facts.keys() == WeightFacts._field_defaults.keys()
+        and all(type(fact) is bool for name, fact in facts.items() if name != "static_scales")
+        and isinstance(scales, dict)
+        and all(type(scale) is float for scale in scales.values())
+    )
 
 
 def short_name(name: str) -> str:

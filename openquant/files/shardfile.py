@@ -563,6 +563,9 @@ def _parse_header(text: bytes, name: str) -> dict[str, Any]:
     try:
         # Decoded first, because json accepts UTF-16 and a byte-order mark in bytes, and no other reader does.
         header = json.loads(text.decode())
+        # Each entry has one, so fewer are left where a name is there twice.
+        if isinstance(header, dict) and text.count(b'"data_offsets"') > len(header.keys() - {"__metadata__"}):
+            raise ValueError("a name is there twice")
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} has a broken header: {error}", DAMAGED) from None
     if not isinstance(header, dict):

@@ -282,7 +282,8 @@ def read_scores(path: Path, units: Sequence[Unit], conditions: dict[str, Any]) -
 
     # Of other units, or in other schemes.
     if modules != [unit.modules for unit in units] or any(
-        kl.keys() != unit.choices.keys() for unit, kl in zip(units, scores, strict=True)
+        kl.keys() != unit.choices.keys() or not all(isinstance(value, float) for value in kl.values())
+        for unit, kl in zip(units, scores, strict=True)
     ):
         return None
     return scores

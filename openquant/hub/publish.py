@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
-from ..files.cards import base_models, published_card
+from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
 from ..files.destination import PUSHED, WORK, output_errors
 from ..files.model_files import (
     CARD_FILE,
@@ -49,11 +49,14 @@ from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, Discussion, ModelInfo
+    from huggingface_hub.hf_api import RepoSibling
     from huggingface_hub.lfs import UploadInfo
 
 
 # With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
+# The most bytes that are read of a card in a repository.
+MAX_CARD = 16 << 20
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Characters that the title of a pull request may have.
@@ -86,6 +89,7 @@ class Publisher:
         revision: the branch to commit to, such as "refs/pr/1"; None for main, or a pull request of its own.
 
     Attributes:
+        open_request: number of the pull request of this model that is open; None if there is none, or before `prepare`.
         complete: makes the published model card from the directory's card and the repository's name, "org/name" or
             "org/name@refs/pr/1"; None to publish the directory's card.
     """
@@ -96,10 +100,12 @@ class Publisher:
         self.push = push
         self.revision = revision
         self.complete: Callable[[str, str], str] | None = None
+        self.open_request: int | None = None
         self.directory = directory
         self.digest = digest
         self.shards = list(shards)
         self.repo = push.name
+        self._user = ""
         self.records = directory / WORK / PUSHED
 
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -113,11 +119,12 @@ class Publisher:
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self, card: bytes, creates: bool = True) -> bool:
+    def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> bool:
         """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
             card: the output's README.md.
+            downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
             creates: False to change nothing on the Hub. Of a repository that is missing, permissions are not checked.
 
         Returns:
@@ -129,8 +136,6 @@ class Publisher:
             UsageError: the repository's name is not valid.
             SourceError: weights of the repository cannot be read.
         """
-        from huggingface_hub import HfApi
-
         text = card.decode("utf-8", "replace")
         repository = self.find()
         with push_errors(self.repo):
@@ -150,12 +155,15 @@ class Publisher:
             require_permission(self.repo, write=not is_request)
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
-                with_retries(lambda: next(iter(HfApi().get_repo_discussions(self.repo)), None))
+                request = with_retries(self._find_request)
+                self.open_request = None
+                if request is not None and request.status != "merged":
+                    self.open_request = request.num
 
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    protect_source(repository, base_models(text))
+                    protect_source(repository, base_models(text), downloaded)
                     protect_unquantized(repository, self.shards, self._is_ours)
         return repository is not None
 
@@ -187,9 +195,9 @@ class Publisher:
             UsageError: its name is not valid.
         """
         with push_errors(self.repo):
-            user = user_name(self.repo)
+            self._user = user_name(self.repo)
             if "/" not in self.repo:
-                self.repo = f"{user}/{self.repo}"
+                self.repo = f"{self._user}/{self.repo}"
             repository = find_repository(self.repo)
         # The current name, if it was renamed or has other capital letters.
         if repository is not None:
@@ -294,15 +302,19 @@ class Publisher:
         return Published(self.repo, address, self.revision)
 
     def _commit_to_request(self, others: list[str], title: str) -> Published:
-        """Commit all files to a new pull request."""
-        from huggingface_hub import HfApi, constants
+        """Commit all files to a pull request of this model."""
+        from huggingface_hub import constants
 
-        description = f"Made with openquant {__version__}."
-        request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
+        request = with_retries(lambda: self._open_request(title))
+        address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
+        if request.status == "merged":
+            # The model is on main.
+            return Published(self.repo, address, None)
+
         revision = f"refs/pr/{request.num}"
         self._commit(others, title, revision)
         self._open_draft(request)
-        return Published(self.repo, f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}", revision)
+        return Published(self.repo, address, revision)
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
         """Commit all files, except shards that the revision already has, and return the commit's URL."""
@@ -312,9 +324,12 @@ class Publisher:
         def try_commit() -> str:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
             missing = self._missing_shards(revision)
-            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
-            if missing or EVAL_FILE in others:
-                operations += [CommitOperationDelete(name) for name in self._stale_evaluation(others, revision)]
+            earlier, figures = self._earlier_evaluation(others, revision)
+            is_stale = bool(missing) or EVAL_FILE in others
+            kept = None if is_stale else figures
+
+            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision, kept)) for name in others]
+            operations += [CommitOperationDelete(name) for name in earlier] if is_stale else []
             operations += [self._shard_operation(name) for name in missing]
             return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
@@ -330,15 +345,45 @@ class Publisher:
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
-    def _stale_evaluation(self, others: Sequence[str], revision: str | None) -> list[str]:
-        """Files in a revision of an evaluation of other weights, beside which they would stand."""
+    def _earlier_evaluation(self, others: Sequence[str], revision: str | None) -> tuple[list[str], str | None]:
+        """Files of an evaluation that an earlier push of a model left in a revision, and its part of the card there.
+
+        With other weights they are deleted: they would stand beside a model that they do not measure. With the same
+        weights the card keeps its figures.
+        """
         from huggingface_hub import HfApi
 
-        names = [name for name in EVALUATION_FILES if name not in others]
-        return [entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)]
+        if not self.shards:
+            return [], None
 
-    def _content(self, name: str, revision: str | None) -> str | bytes:
-        """The path of a file to commit, or the contents of the model card."""
+        names = [CARD_FILE, *(name for name in EVALUATION_FILES if name not in others)]
+        present = {entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)}
+        earlier = sorted(present - {CARD_FILE})
+        if not earlier or CARD_FILE not in present:
+            return [], None
+
+        # Files of these names in a repository without our figures are somebody else's.
+        figures = evaluation_in(self._published_card(revision))
+        if not figures:
+            return [], None
+        return earlier, figures
+
+    def _published_card(self, revision: str | None) -> str:
+        """The card that a revision has; "" if it is too large for one."""
+        from huggingface_hub import hf_hub_download
+
+        def read() -> bytes:
+            with tempfile.TemporaryDirectory() as folder:
+                path = hf_hub_download(self.repo, CARD_FILE, revision=revision, local_dir=folder)
+                return read_small(Path(path), CARD_FILE, MAX_CARD)
+
+        try:
+            return with_retries(read).decode("utf-8", "replace")
+        except SourceError:
+            return ""
+
+    def _content(self, name: str, revision: str | None, figures: str | None) -> str | bytes:
+        """The path of a file to commit, or the contents of the model card with figures that it had before."""
         path = self.directory / name
         if name != CARD_FILE:
             return str(path)
@@ -355,6 +400,8 @@ class Publisher:
         named = "@".join(filter(None, [self.repo, branch]))
         if self.shards:
             text = published_card(text, self.repo, revision)
+        if figures:
+            text = with_evaluation(text, with_repository(figures, named))
         if self.complete:
             text = self.complete(text, named)
         return text.encode()
@@ -387,6 +434,16 @@ class Publisher:
         operation._is_uploaded = True
         return operation
 
+    def _open_request(self, title: str) -> Discussion:
+        """The pull request for this model, opened if there is none."""
+        from huggingface_hub import HfApi
+
+        request = self._find_request()
+        if request is None or (request.status == "merged" and self._missing_shards(None)):
+            description = f"Made with openquant {__version__}. {self._marker}"
+            request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
+        return request
+
     def _open_draft(self, request: Discussion) -> None:
         """Take a pull request out of draft: the Hub opens it as one, and merges no draft.
 
@@ -398,6 +455,34 @@ class Publisher:
         if request.status == "draft":
             with suppress(HfHubHTTPError):
                 HfApi().change_discussion_status(self.repo, request.num, "open")
+
+    def _find_request(self) -> Discussion | None:
+        """The pull request that an earlier try opened for this model; an open one rather than a merged one.
+
+        Its description has the plan's digest. So none is opened twice, even if a response was lost or the directory
+        was moved.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.community import DiscussionComment
+
+        api = HfApi()
+        merged = None
+        for request in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
+            if request.status == "closed":
+                continue
+            details = api.get_discussion_details(self.repo, request.num)
+            comments = [event.content for event in details.events if isinstance(event, DiscussionComment)]
+            if not comments or self._marker not in comments[0]:
+                continue
+            if details.status != "merged":
+                return details
+            merged = details
+        return merged
+
+    @property
+    def _marker(self) -> str:
+        """The text in a pull request's description that names the plan."""
+        return f"Plan: {self.digest}"
 
     def _upload_all(self) -> None:
         with self._failure.catch():
@@ -475,6 +560,8 @@ def _is_retryable(error: BaseException) -> bool:
     return status_of(error) in (409, 412) or is_transient(error)
 
 
+# Dtypes of unquantized matrices; I64 and BOOL are those of positions and masks.
+UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 OTHER_REPOSITORY_HINT = (
     "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
 )
@@ -607,20 +694,48 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         )
 
 
-def protect_source(repository: ModelInfo, names: Iterable[str]) -> None:
+def protect_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
     """Refuse a push that would replace the source of the model.
 
     Args:
         repository: the Hub's information on the repository to push to.
         names: the model's base models as its card lists them, such as "org/name".
+        downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
 
     Raises:
         PushError: the repository is the source.
     """
-    if repository.id.lower() in map(str.lower, names):
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    is_source = any(_present_name(name) == repository.id.lower() for name in names)
+    if downloaded is not None and not is_source:
+        try:
+            with_retries(lambda: HfApi().model_info(repository.id, revision=downloaded))
+            is_source = True
+        except HfHubHTTPError as error:
+            if status_of(error) not in (400, 404):
+                raise
+    if is_source:
         raise PushError(
             f"{repository.id} is what the model is made from, and would be replaced by it", OTHER_REPOSITORY_HINT
         )
+
+
+def _present_name(name: str) -> str:
+    """The current name of a repository, in lower case; the given name if the user cannot see the repository."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        repository = find_repository(name)
+    except HFValidationError:
+        repository = None
+    except HfHubHTTPError as error:
+        # It is gated or disabled, so it is not the repository to push to, which the user can read.
+        if status_of(error) not in (401, 403, 404):
+            raise
+        repository = None
+    return (repository.id if repository else name).lower()
 
 
 def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
@@ -633,30 +748,37 @@ def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: C
             the shard to push.
 
     Raises:
-        PushError: the repository has shards of these names, not those to push, and no quantization config.
+        PushError: the repository's shards of these names hold unquantized weights only, and not those to push.
     """
     present = {file.rfilename: file for file in repository.siblings or ()}
+    unquantized: list[RepoSibling] = []
     for file in (present[name] for name in shards if name in present):
-        is_other = not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else "")
-        if is_other and not _is_quantized(repository):
+        dtypes = _matrix_dtypes(repository, file)
+        if dtypes - UNQUANTIZED:
+            return
+        if dtypes:
+            unquantized.append(file)
+
+    for file in unquantized:
+        if not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else ""):
             raise PushError(
                 f"{repository.id} holds unquantized weights ({file.rfilename}), which this model would replace",
                 OTHER_REPOSITORY_HINT,
             )
 
 
-def _is_quantized(repository: ModelInfo) -> bool:
-    """Whether the config of a repository has a quantization config."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+def _matrix_dtypes(repository: ModelInfo, file: RepoSibling) -> set[str]:
+    """The dtypes of a shard's matrices; none if nobody can load the file."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import SafetensorsParsingError
 
-    def read() -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            path = hf_hub_download(repository.id, "config.json", revision=repository.sha, local_dir=folder)
-            return parse_json(read_small(Path(path), "config.json"), "config.json")
+    def read() -> set[str]:
+        metadata = HfApi().parse_safetensors_file_metadata(repository.id, file.rfilename, revision=repository.sha)
+        return {tensor.dtype for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
 
+    if not file.size:
+        return set()
     try:
-        config = with_retries(read)
-    except (RemoteEntryNotFoundError, SourceError):
-        return False
-    return isinstance(config, dict) and "quantization_config" in config
+        return with_retries(read)
+    except SafetensorsParsingError:
+        return set()

@@ -47,6 +47,7 @@ from ..files.model_files import (
     deciding,
     file_sha256,
     left_out_part,
+    read_small,
 )
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import FirstFailure, in_thread
@@ -191,6 +192,20 @@ class Source:
             return {}
         with readable():
             return {name: file_sha256(self.root / name, name) for name in checkpoint.files}
+
+    def downloaded_commit(self) -> str | None:
+        """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
+
+        The record does not name the repository.
+        """
+        record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
+        try:
+            commit = read_small(record, record.name).split(b"\n", 1)[0].decode()
+        except (OSError, SourceError, ValueError):
+            return None
+        if not _COMMIT.fullmatch(commit):
+            return None
+        return commit
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:

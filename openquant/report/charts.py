@@ -22,6 +22,7 @@ each with a point and its 95 % interval.
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -188,7 +189,7 @@ def draw_rows(axes: Axes, rows: Sequence[Row], reference: float, label: str) -> 
             axes.plot(row.value, number, "o", color=OUTPUT)
 
     axes.axvline(reference, color=FLOOR, linestyle="--")
-    axes.set_yticks(range(len(rows)), [chart_name(row.name) for row in rows])
+    axes.set_yticks(range(len(rows)), chart_names([row.name for row in rows]))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel(label)
@@ -279,6 +280,20 @@ def chart_name(text: str, most: int = 24) -> str:
         return text
     half = (most - 3) // 2
     return f"{text[:half]}...{text[-half:]}"
+
+
+def chart_names(texts: Sequence[str], most: int = 24) -> list[str]:
+    """Return names as a chart shows them; if some are long, all of them without the beginning that they share.
+
+    Args:
+        texts: the names.
+        most: as of `chart_name`.
+    """
+    start = 0
+    if len(texts) > 1 and max(map(len, texts)) > most:
+        shared = os.path.commonprefix(list(texts))  # noqa: RUF071  (of characters)
+        start = 1 + max(map(shared.rfind, "-_/ "))
+    return [chart_name(text[start:], most) for text in texts]
 
 
 # A KL up to this is shown as zero.
@@ -376,13 +391,14 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     line = sorted((size, height) for size, height, good in zip(sizes, heights, best, strict=True) if good)
     axes.step(*zip(*line, strict=True), where="post", color=OUTPUT, linewidth=1.2, alpha=0.7, label=FRONTIER)
 
+    names = chart_names([evaluation["output"]["name"] for evaluation in evaluations], 40)
     for number, evaluation in enumerate(evaluations):
         spot = (sizes[number], heights[number])
         interval = evaluation["kl"]["interval"]
         if interval:
             axes.plot([spot[0]] * 2, [max(edge, low) for edge in interval], color=OUTPUT, linewidth=2, alpha=0.5)
 
-        name = f"{number + 1}: {chart_name(evaluation['output']['name'], 40)}"
+        name = f"{number + 1}: {names[number]}"
         if heights[number] != kls[number]:
             name += f", KL {kls[number]:.2g}"
         fill = OUTPUT if best[number] else "none"

@@ -102,6 +102,7 @@ class PassCheckpoint:
 
             state = load(_read_part(file))
             self._calls_start = file.tell()
+            self._inode = os.fstat(file.fileno()).st_ino
 
         for name, value in self._about.items():
             if state["about"].get(name) != value:
@@ -167,6 +168,8 @@ class PassCheckpoint:
 
         self._unit = ""
         with self._open() as file:
+            if os.fstat(file.fileno()).st_ino != self._inode:
+                raise SourceError(f"{self.path} cannot be continued: another run has saved it meanwhile", _AGAIN)
             file.seek(self._calls_start)
             for call in waiting:
                 # A copy, because what torch.load returns cannot be resized, and so not be offloaded.

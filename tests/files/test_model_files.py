@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import change_json, tree
-from openquant import SourceError, UsageError, compress, dequantize, verify
+from conftest import EXAMPLE, change_json, tree
+from openquant import OutputError, Push, SourceError, UsageError, compress, dequantize, push, verify
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 
@@ -167,3 +167,16 @@ def test_a_file_that_nobody_reads_may_be_unreadable_or_a_broken_link(source: Pat
     (source / "results" / "big.npz").symlink_to("nowhere")
     compress(source, tmp_path / "out")
     assert open_checkpoint(source).left_out == ("notes.txt", "results/")
+
+
+def test_a_push_refuses_what_compress_does_not_copy(tmp_path: Path) -> None:
+    out = shutil.copytree(EXAMPLE, tmp_path / "source")
+    put(out, "train.jsonl")
+    compress(out, tmp_path / "out", copy="train.jsonl")
+    journal = tmp_path / "out" / ".openquant.json"
+    assert json.loads(journal.read_text())["copy"] == ["train.jsonl"]
+    # As outputs of earlier versions are.
+    change_json(journal, lambda record: record.pop("copy"))
+    with pytest.raises(OutputError) as caught:
+        push(tmp_path / "out", Push("you/model"))
+    assert caught.value.message == f"{tmp_path / 'out' / 'train.jsonl'} is no file of a model, and would be public"

@@ -249,19 +249,33 @@ def evaluated(site: Site) -> Path:
     return site.root / "later" / "figures.json"
 
 
-def test_a_push_of_other_weights_removes_the_files_of_an_evaluation(site: Site, evaluated: Path) -> None:
+def test_a_push_keeps_the_figures_of_the_same_weights_alone(site: Site, evaluated: Path) -> None:
     site.works("push", evaluated, "name")
-    assert b"## Measured against the source" in site.held()["README.md"]
+    before = site.held()
+    assert b"## Measured against the source" in before["README.md"]
+    for more in ONLY.values():
+        site.works(*site.push(*more))
+        assert site.held() == before
+        shutil.rmtree(site.out)
+
     site.works(*site.push("--scheme", "channel"))
     shown = site.held()
     assert not {"eval.json", "eval.png"} & {*shown} and b"Measured against" not in shown["README.md"]
+
+    # Files of these names without openquant's figures in the card are somebody else's.
+    site.hub.commit("user/name", "main", "by hand", {"eval.json": site.hub.store(b"mine")}, [])
+    site.works(*site.push("--overwrite"))
+    assert site.held()["eval.json"] == b"mine"
 
 
 def test_an_evaluation_is_added_to_a_published_model(site: Site, evaluated: Path, subtests: pytest.Subtests) -> None:
     before, commits = site.held(), len(site.hub.commits("user/name"))
     hand_edited = before["README.md"] + b"\nServed on an L4.\n"
     site.hub.commit("user/name", "main", "by hand", {"README.md": site.hub.store(hand_edited)}, [])
-    for more, revision, where in (([], "main", "one commit to main"),):
+    for more, revision, where in (
+        (["--create-pr"], "refs/pr/1", "one commit to pull request 1, which is open"),
+        ([], "main", "one commit to main"),
+    ):
         with subtests.test(revision=revision):
             previewed = site.works("push", evaluated, "name", *more, "--dry-run")
             assert "does    README.md, eval.json, eval.png are uploaded, " in previewed.stdout, previewed.stderr
@@ -317,7 +331,7 @@ def test_an_evaluation_is_added_to_an_open_pull_request(site: Site, evaluated: P
     assert b"eval user/name@refs/pr/1 " in site.held()["README.md"]
     site.works("push", site.out, "name")
     card = site.held()["README.md"]
-    assert b"refs/pr" not in card
+    assert b"eval user/name --source" in card and b"refs/pr" not in card
 
 
 def test_an_evaluation_that_cannot_be_added(site: Site, evaluated: Path, subtests: pytest.Subtests) -> None:
@@ -581,7 +595,7 @@ ONCE = {
 }
 
 
-def test_what_goes_wrong_once_does_not_show(new_site, expected, subtests):
+def test_what_goes_wrong_once_does_not_show(new_site, expected, in_request, subtests):
     for name, fault in ONCE.items():
         with subtests.test(name), new_site(name) as site:
             site.hub.faults.append(replace(fault))
@@ -593,6 +607,12 @@ def test_what_goes_wrong_once_does_not_show(new_site, expected, subtests):
             assert site.hub.faults[0].seen > fault.after
             assert site.held() == expected
             assert len(site.hub.commits("user/name")) == 2
+    with new_site("request") as site:
+        site.hub.faults.append(Fault(r"/discussions$", "POST", cut=0))
+        site.works(*site.push("--create-pr"))
+        assert site.hub.faults[0].seen
+        assert len(site.hub.stored["user/name"]["requests"]) == 1
+        assert site.held(revision="refs/pr/1") == in_request
 
 
 def test_refusals_are_explained_and_nothing_is_lost(new_site, expected, subtests):
@@ -631,8 +651,9 @@ def test_a_refused_commit_forgets_no_upload(new_site, expected, subtests):
             for _ in range(2):
                 assert site.refused(*site.push(*only)) == [
                     f"error: user/name refuses what is sent: 400 for /api/models/user/name/commit/main: {reason}",
-                    "hint: see what the Hub says, then run the same command again: what is converted and uploaded "
-                    "is kept",
+                    "hint: make room in that account or get it more storage "
+                    "(https://huggingface.co/settings/billing), then run the same command again: what is converted "
+                    "and uploaded is kept",
                 ]
             hub.faults.clear()
             site.works(*site.push(*only))
@@ -648,6 +669,7 @@ def uploaded_but_not_committed(site: Site, *more: str) -> None:
 
 
 def test_uploads_of_a_source_that_moved_are_made_again(new_site: NewSite, subtests: pytest.Subtests) -> None:
+    """What was deleted cannot be held against it."""
     for mode, only in ONLY.items():
         with subtests.test(mode), new_site(mode) as site:
             uploaded_but_not_committed(site, *only)
@@ -656,12 +678,10 @@ def test_uploads_of_a_source_that_moved_are_made_again(new_site: NewSite, subtes
             shard.write_bytes(data[:-1000] + bytes(1000))
             os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
             if not only:
-                # A finished output stays that of its source.
                 error, _ = site.refused(*site.push())
                 assert " changed since " in error
                 assert site.held() == {}
                 shard.write_bytes(data)
-                continue
             site.works(*site.push(*only))
             compress(site.source, site.root / "fresh")
             assert without_card(site.held()) == without_card(tree(site.root / "fresh"))
@@ -703,10 +723,12 @@ def test_what_the_hub_lost_is_uploaded_again(new_site, expected, subtests):
             assert {oid: count for oid, count in site.hub.uploads.items() if count > 1} == {digest: 2}
 
 
-def test_a_directory_is_not_pushed_to_a_revision(site: Site) -> None:
+def test_a_directory_goes_into_its_pull_request_again_by_create_pr(site: Site) -> None:
     compress(site.source, site.out)
-    error, hint = site.refused("push", site.out, "user/name@refs/pr/1")
-    assert error.startswith("error: user/name@refs/pr/1 is no repository id: ") and hint == "hint: write org/name"
+    hints = {"name@refs/pr/1": "write org/name with --create-pr: the same push continues its pull request"}
+    for name, hint in {**hints, "name@branch": "write org/name"}.items():
+        error, hinted = site.refused("push", site.out, f"user/{name}")
+        assert error.startswith(f"error: user/{name} is no repository id: ") and hinted == f"hint: {hint}"
 
 
 CARD = {"errors": [{"message": '"license" must be one of [mit]'}, {"message": '"tags[0]" must be a string'}]}
@@ -722,7 +744,7 @@ REFUSED_BEFORE = [
     (Fault(r"/discussions", "GET", times=None, status=403, message="Discussions are disabled for this repo"),
      ("--create-pr",),
      "the Hub does not let you write to user/name: 403 for /api/models/user/name/discussions: Discussions are "
-     "disabled for this repo", MAY_NOT),
+     "disabled for this repo", "turn discussions on in the repository's settings, or push without --create-pr"),
 ]  # fmt: skip
 
 
@@ -810,8 +832,7 @@ def test_the_source_s_own_repository_is_not_replaced(site: Site, subtests: pytes
     for named in ("user/name", "User/Name", "user/before"):
         for source, target in ((named, "user/name"), ("user/name", named), (named, named)):
             with subtests.test(source=source, target=target):
-                error, hint = site.refused(*command, "-m", source, "--push-to-hub", target)
-                assert error in (IS_SOURCE, IS_PLAIN) and hint == INSIST
+                assert site.refused(*command, "-m", source, "--push-to-hub", target) == [IS_SOURCE, INSIST]
                 assert not site.out.exists()
     assert len(site.hub.commits("user/name")) == 2
     for number, named in enumerate(("user/name", "User/Name", "user/before"), 1):
@@ -834,10 +855,19 @@ def test_push_of_a_directory_does_not_replace_what_its_card_names(site: Site) ->
     compress(site.source, site.root / "fp8")
     site.publish(site.root / "fp8")
     site.works("dequantize", "user/name", "-o", site.out)
-    for name in ("user/name", "name"):
+    site.hub.renamed["user/after"] = "user/name"
+    for name in ("user/name", "name", "user/after"):
         assert site.refused("push", site.out, name) == [IS_SOURCE, INSIST]
     site.works("push", site.out, "user/other")
     assert site.held("user/other").keys() == published(tree(site.out)).keys() - {".gitattributes"}
+
+    # Neither is what a folder was downloaded from replaced, which has moved on since; its commit is recorded there.
+    download(site, "user/name", site.root / "copy")
+    site.hub.commit("user/name", "main", "later", {}, deleted=[])
+    command = ["dequantize", site.root / "copy", "-o", site.root / "plain", "--push-to-hub"]
+    assert site.refused(*command, "user/name") == [IS_SOURCE, INSIST]
+    # Another repository does not know that commit.
+    site.works(*command, "user/third")
 
 
 def test_a_base_model_that_the_user_cannot_see_is_another_repository(site: Site, tmp_path: Path) -> None:
@@ -871,10 +901,57 @@ def test_unquantized_weights_are_not_replaced(new_site: NewSite, subtests: pytes
             assert len(site.hub.commits("user/name")) == 3
 
 
-def test_quantized_weights_are_replaced(site: Site) -> None:
+def test_what_nobody_can_load_is_replaced_and_quantized_weights_are(site: Site) -> None:
+    broken = shutil.copytree(site.source, site.root / "broken")
+    for number, shard in enumerate(sorted(broken.glob("*.safetensors"))):
+        shard.write_bytes((b"", b"short", b"\xff" * 50, b"\x02" + bytes(7) + b"{}", b"\x00" * 5000)[number])
+    site.publish(broken)
     site.works(*site.push())
     site.works("compress", "-m", site.source, "-o", site.root / "block", "-w", "128", "--push-to-hub", "user/name")
-    assert len(site.hub.commits("user/name")) == 3
+    assert len(site.hub.commits("user/name")) == 4
+
+
+def test_a_pull_request_that_was_closed_is_opened_again(site: Site, unpublished: Mapping[str, bytes]) -> None:
+    uploaded_but_not_committed(site, "--create-pr")
+    site.hub.end_pull_request("user/name", 1, "closed")
+    done = site.works(*site.push("--create-pr", "--json"))
+    assert json.loads(done.stdout)["pushed_to"].endswith("/discussions/2")
+    assert site.held(revision="refs/pr/2") == served_as(unpublished, "user/name --revision refs/pr/2")
+
+
+def test_no_second_pull_request_is_opened(site: Site, in_request: dict[str, bytes]) -> None:
+    """After success, from another directory, with `push`, and once it was merged."""
+    hub = site.hub
+    done = site.works(*site.push("--create-pr"))
+    serve = "\n  vllm serve user/name --revision refs/pr/1\n  python -m sglang.launch_server --model-path user/name "
+    assert f"{serve}--revision refs/pr/1\n" in done.stdout
+    # Others of the user's, more than a page of them, and one that somebody else opened for the same.
+    hub.open_pull_request("user/name", "main", about=hub.stored["user/name"]["requests"][0]["about"], author="else")
+    for _ in range(3):
+        hub.open_pull_request("user/name", "main", "Another", "of mine")
+    count = len(hub.stored["user/name"]["requests"])
+    elsewhere = ("compress", "-m", site.source, "-o", site.root / "elsewhere", "--push-to-hub", "user/name")
+    for command in (
+        site.push("--create-pr", "--commit-message", "Mine"),
+        (*elsewhere, "--create-pr"),
+        ("push", site.out, "name", "--create-pr"),
+    ):
+        done = site.works(*command)
+        assert f"pushed to {hub.endpoint}/user/name/discussions/1\n" in done.stdout
+        assert len(hub.stored["user/name"]["requests"]) == count
+    assert site.held(revision="refs/pr/1") == in_request
+    assert len(hub.commits("user/name", "refs/pr/1")) == 2
+
+    hub.end_pull_request("user/name", 1, "merged")
+    done = site.works(*site.push("--create-pr"))
+    assert f"pushed to {hub.endpoint}/user/name/discussions/1\n" in done.stdout
+    assert "\n  vllm serve user/name\n" in done.stdout
+    assert len(hub.stored["user/name"]["requests"]) == count
+    assert len(hub.commits("user/name")) == 2
+
+    # Another plan is another matter.
+    site.works(*site.push("--create-pr", "--overwrite", "-w", "128"))
+    assert len(hub.stored["user/name"]["requests"]) == count + 1
 
 
 def test_what_another_plan_uploaded_counts_for_nothing(site: Site) -> None:
