@@ -3,13 +3,16 @@
 The client's messages have several lines, of which only the last are the server's, and some say only that something
 failed. Downloads and uploads both use these functions.
 
+If a repository does not exist, the hint names those with a similar name.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import unquote
 
 from ..errors import OpenQuantError, OutputError, SourceError, UsageError
@@ -26,6 +29,31 @@ _LONGEST = 1000
 _LOG_IN_HINT = "log in with a token that may (hf auth login), or push to a repository of your own"
 WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
+
+# Hints by the words of the server's reason, whatever the status. The first match counts.
+_ADVICE = tuple(
+    (re.compile(words, re.IGNORECASE | re.DOTALL), hint)
+    for words, hint in (
+        (
+            r"storage.{0,40}(limit|quota|exceed|pattern|full)|(limit|quota|exceed).{0,40}storage|payment required",
+            "make room in that account or get it more storage (https://huggingface.co/settings/billing), then run the "
+            "same command again: what is converted and uploaded is kept",
+        ),
+        (
+            r"(discussions?|pull requests?).{0,40}disabled",
+            "turn discussions on in the repository's settings, or push without --create-pr",
+        ),
+        (
+            r"read[- ]?only token|token.{0,40}read[- ]?only|write token|token.{0,80}(permission|scope)|"
+            r"(required|necessary|sufficient) permissions",
+            WRITE_TOKEN_HINT,
+        ),
+        (
+            r"metadata.{0,40}README|README.{0,40}metadata",
+            CARD_HINT,
+        ),
+    )
+)
 
 
 class Unreachable(SourceError):
@@ -150,6 +178,20 @@ def _from_xml(match: re.Match[str]) -> str:
     return ": ".join(filter(None, (match["code"], match["message"])))
 
 
+def advice(error: BaseException, otherwise: str) -> str:
+    """Return the hint for an error, chosen by the words of the server's reason.
+
+    Args:
+        error: an exception that huggingface_hub raised.
+        otherwise: the hint if no words match.
+    """
+    # The client's own message mentions permissions whatever the reason is.
+    words = str(error)
+    if status_of(error) is not None:
+        words = _server_reason(error)
+    return next((hint for pattern, hint in _ADVICE if pattern.search(words)), otherwise)
+
+
 @contextmanager
 def source_errors(repo: str, revision: str | None) -> Iterator[None]:
     """Raise exceptions of huggingface_hub in the `with` block as SourceError with a hint.
@@ -160,7 +202,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
 
     Raises:
         Unreachable: a retry may help.
-        NotFound: there is no such repository.
+        NotFound: there is no such repository; the hint names similar ones.
         SourceError: all other failures.
         OpenQuantError: one that is raised in the block stays as it is.
     """
@@ -193,9 +235,11 @@ def _missing(error: Exception, repo: str, revision: str | None) -> SourceError |
         return SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit")
 
     if isinstance(error, RepositoryNotFoundError):
+        near = similar_repositories(repo)
+        similar = f"similar repositories: {', '.join(near)}; " if near else ""
         return NotFound(
             f"{repo} is neither a local directory nor a repository on the Hub",
-            "check the name; for a private repository run: hf auth login",
+            f"{similar}check the name; for a private repository run: hf auth login",
         )
     return None
 
@@ -233,7 +277,7 @@ def _source_error(error: Exception, repo: str, revision: str | None) -> SourceEr
         kind = ""
     return SourceError(
         f"{name} could not be downloaded: {kind}{reason}",
-        "check HF_ENDPOINT, if it is set, and whether the repository is sound",
+        advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
     )
 
 
@@ -271,7 +315,10 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     )
 
     if isinstance(error, HFValidationError):
-        return UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name")
+        continues = ""
+        if "@refs/pr/" in repo:
+            continues = " with --create-pr: the same push continues its pull request"
+        return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
     if isinstance(error, LocalTokenNotFoundError):
         return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)
     if isinstance(error, OfflineModeIsEnabled):
@@ -283,9 +330,61 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     kept = "run the same command again: what is converted and uploaded is kept"
 
     if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
-        return PushError(f"the Hub does not let you write to {repo}: {reason}", _LOG_IN_HINT)
+        return PushError(f"the Hub does not let you write to {repo}: {reason}", advice(cause, _LOG_IN_HINT))
     if status == 400:
-        return PushError(f"{repo} refuses what is sent: {reason}", f"see what the Hub says, then {kept}")
+        return PushError(f"{repo} refuses what is sent: {reason}", advice(cause, f"see what the Hub says, then {kept}"))
     if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-        return PushError(f"{repo} could not be pushed to: {reason}", kept)
+        return PushError(f"{repo} could not be pushed to: {reason}", advice(cause, kept))
     return None
+
+
+# The most names in a hint.
+MOST = 3
+# Seconds for each of two requests.
+PATIENCE = 3.0
+# Repositories that a request lists at most; those of one owner that begin alike may be many.
+_LISTED = 200
+_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+
+
+def similar_repositories(repo: str) -> list[str]:
+    """Ask the Hub for repositories whose names are near, first those of the same owner.
+
+    Args:
+        repo: "org/name" or "name".
+
+    Returns:
+        At most three names, the nearest first; none if there are none, or if the Hub does not answer soon.
+    """
+    owner, _, name = repo.rpartition("/")
+    near: list[str] = []
+    if owner:
+        begin = re.split(r"[-_.]", name)[0]
+        near = _nearest(repo, {found: found for found in _list_models(author=owner, search=begin)})
+    if not near:
+        near = _nearest(name, {found: found.rpartition("/")[2] for found in _list_models(search=name)})
+    return near
+
+
+def _nearest(wanted: str, names: dict[str, str]) -> list[str]:
+    """The keys of those names that are most like the wanted one; of equal names the first."""
+    keys = {name.lower(): key for key, name in reversed(names.items())}
+    return [keys[name] for name in difflib.get_close_matches(wanted.lower(), keys, MOST)]
+
+
+def _list_models(**query: str) -> list[str]:
+    """The names of models that the Hub lists, the most downloaded first; none after any error."""
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    settings: dict[str, Any] = {**query, "sort": "downloads", "direction": "-1", "limit": str(_LISTED)}
+    try:
+        answer = get_session().get(
+            f"{constants.ENDPOINT}/api/models", params=settings, headers=build_hf_headers(), timeout=PATIENCE
+        )
+        names = [str(entry["id"]) for entry in answer.json() if answer.status_code == 200]
+    except Exception:
+        # The error that is being reported is another one.
+        return []
+
+    return [name for name in names[:_LISTED] if _REPOSITORY.fullmatch(name)]

@@ -14,6 +14,11 @@ from openquant.hub.error_mapping import push_errors, source_errors
 
 COMMIT = "/api/models/org/name/commit/main"
 AGAIN = "run the same command again: what is converted and uploaded is kept"
+STORAGE = (
+    "make room in that account or get it more storage (https://huggingface.co/settings/billing), then run the same "
+    "command again: what is converted and uploaded is kept"
+)
+TOKEN = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 LOG_IN = "log in with a token that may (hf auth login), or push to a repository of your own"
 PROXY = "<html><body>Blocked by the proxy</body></html>"
 XML = (
@@ -39,16 +44,16 @@ def said(*messages: str) -> str:
 
 PUSHES = [
     (refusal(400, said("storage limit reached")),
-     f"org/name refuses what is sent: 400 for {COMMIT}: storage limit reached", f"see what the Hub says, then {AGAIN}"),
+     f"org/name refuses what is sent: 400 for {COMMIT}: storage limit reached", STORAGE),
     (refusal(403, said("Private repository storage limit reached, please upgrade your plan.")),
      f"the Hub does not let you write to org/name: 403 for {COMMIT}: Private repository storage limit reached, "
-     "please upgrade your plan.", LOG_IN),
+     "please upgrade your plan.", STORAGE),
     (refusal(403, said("Discussions are disabled for this repo"), "/api/models/org/name/discussions"),
      "the Hub does not let you write to org/name: 403 for /api/models/org/name/discussions: Discussions are "
-     "disabled for this repo", LOG_IN),
+     "disabled for this repo", "turn discussions on in the repository's settings, or push without --create-pr"),
     (refusal(403, said("Forbidden: you must use a write token to upload to a repository.")),
      f"the Hub does not let you write to org/name: 403 for {COMMIT}: Forbidden: you must use a write token to "
-     "upload to a repository.", LOG_IN),
+     "upload to a repository.", TOKEN),
     (refusal(401, said("Invalid username or password.")),
      f"the Hub does not let you write to org/name: 401 for {COMMIT}: Invalid username or password.", LOG_IN),
     (refusal(403, said("Nobody knows")),
@@ -59,7 +64,7 @@ PUSHES = [
      "not a repository", f"see what the Hub says, then {AGAIN}"),
     (ValueError('Invalid metadata in README.md.\n- "license" must be one of [mit]'),
      'org/name could not be pushed to: Invalid metadata in README.md. - "license" must be one of [mit]',
-     AGAIN),
+     "correct these entries at the top of README.md, of the source if the model is still to be converted"),
     (refusal(405, PROXY, kind="text/html"),
      f"org/name could not be pushed to: 405 for {COMMIT}: Method Not Allowed", AGAIN),
     (refusal(503, "try\n\tlater \x1b[2J", kind="text/plain"),

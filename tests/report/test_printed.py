@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import yaml
 
 from conftest import EXAMPLE
-from openquant.cli.commands import VERBS, main
+from openquant.cli.commands import main
 from openquant.files.cards import shell_word, split_card
 from openquant.report.card import evaluated_card
 from support.evaluation_files import evaluate as evaluated
@@ -130,23 +128,6 @@ def test_a_word_is_typed_on_one_line_and_means_the_same(subtests: pytest.Subtest
             assert word.isprintable()
             done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
             assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
-
-
-def test_what_libraries_warn_of_and_log_is_escaped(monkeypatch, capsys):
-    def verb(*_: object) -> int:
-        warnings.warn(f"warned {EVIL}", stacklevel=1)
-        logging.getLogger("library").error("%s", f"logged {EVIL}")
-        return 0
-
-    monkeypatch.setitem(VERBS, "explain", verb)
-    factory = logging.getLogRecordFactory()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        assert main(["explain", "model", "layer"]) == 0
-    assert logging.getLogRecordFactory() is factory
-    shown = capsys.readouterr().err
-    assert "warned a\\x1b[31m\n" in shown
-    assert {letter for letter in shown if not letter.isprintable()} == {"\n"}
 
 
 def test_progress_for_programs_is_plain(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
