@@ -450,7 +450,11 @@ def _require_unmoved(prepared: Prepared) -> None:
     # Without the inode, which some network file systems change now and then; a replaced file has another ctime anyway.
     moved = [name for name, stamp in now.items() if stamp[:-1] != prepared.stamps[name][:-1]]
     if moved:
-        raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
+        path = source.root / min(moved)
+        # That of a GGUF file is a link to it.
+        if source.gguf is not None:
+            path = path.resolve()
+        raise SourceError(f"{path} changed while it was being converted", REPLACE)
 
 
 def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:

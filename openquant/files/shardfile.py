@@ -6,7 +6,8 @@ small tensors go through the cache, many at once, because each such write waits 
 two kinds never touch the same block.
 
 A LayerStore is a directory beside the output, which has one or more files for each decoder layer until the conversion
-copies them. A file is whole or missing, and names its run, so that a run that continues takes only its own files.
+copies them. A file is whole or missing, and names its run and the digest of its tensors, so that a run that continues
+takes only its own files.
 
     store = LayerStore(Path("Qwen3-8B-INT4.rounded"), "5f70bf..")
     store.claim()
@@ -266,6 +267,10 @@ _KIND = "openquant rounded"
 _OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.openquant-[0-9a-f]{16}\.partial")
 
 
+# Bytes that are hashed at a time.
+_PIECE = 1 << 22
+
+
 class TensorPlace(NamedTuple):
     """Where a tensor's bytes lie: the path of a file, and the offset in bytes from its start."""
 
@@ -319,7 +324,7 @@ class LayerStore:
                     path.unlink()
 
     def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:
-        """Return where the tensors of a decoder layer lie, for each of its files.
+        """Return where the tensors of a decoder layer lie, for each of its files; their digests are checked.
 
         Args:
             number: number of the decoder layer.
@@ -331,31 +336,47 @@ class LayerStore:
             SourceError: a file is damaged.
             OutputError: a file cannot be read.
         """
-        found = {path: self._places(path) for path in self._paths(number)}
-        return {path: places for path, places in found.items() if places is not None}
+        return {path: places for path in self._paths(number) if (places := self._read(path)) is not None}
 
     def places(self) -> dict[str, TensorPlace]:
-        """Return where the tensors of all layers of this run lie, by tensor name.
+        """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read, no digest is
+        checked.
 
         Raises:
             SourceError: a file is damaged.
         """
-        found = [self._places(path) or {} for path in self.path.glob("*.safetensors")]
-        return {info.name: place for places in found for info, place in places.items()}
-
-    def _places(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
-        """Return where the tensors of a file lie; None if it is another run's."""
-        with output_errors(path, "read"):
-            tensors = self._header(path)
-        if tensors is None:
-            return None
-        return {info: TensorPlace(path, offset) for info, offset in tensors}
+        places: dict[str, TensorPlace] = {}
+        with output_errors(self.path, "read"):
+            for path in sorted(self.path.glob("*.safetensors")):
+                header = self._header(path)
+                if header is None:
+                    continue
+                for info, offset in header[1]:
+                    places[info.name] = TensorPlace(path, offset)
+        return places
 
     def _paths(self, number: int) -> list[Path]:
         """Return the existing files of a layer: 007.safetensors, or 007-0.safetensors and so on for its parts."""
         return sorted(self.path.glob(f"{number:03d}.safetensors")) + sorted(
             self.path.glob(f"{number:03d}-*.safetensors")
         )
+
+    def _read(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
+        """Return where the tensors of a file lie; None if it is another run's."""
+        with output_errors(path, "read"):
+            header = self._header(path)
+            if header is None:
+                return None
+
+            expected_digest, tensors = header
+            digest = self._digest([info for info, _ in tensors])
+            with path.open("rb") as file:
+                file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
+                while data := file.read(_PIECE):
+                    digest.update(data)
+        if digest.hexdigest() != expected_digest:
+            raise damaged_file(path)
+        return {info: TensorPlace(path, offset) for info, offset in tensors}
 
     def write(
         self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None
@@ -373,7 +394,11 @@ class LayerStore:
         Raises:
             OutputError: the disk is full, or the file cannot be written.
         """
-        facts = json.dumps({"about": self.run_digest})
+        digest = self._digest([info for info, _ in tensors])
+        for _, data in tensors:
+            digest.update(data.data)
+
+        facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
         header = make_header([info for info, _ in tensors], {_KIND: facts})
         name = f"{number:03d}"
         if part is not None:
@@ -389,6 +414,10 @@ class LayerStore:
             start += info.nbytes
         return places
 
+    def _digest(self, tensors: Sequence[TensorInfo]) -> hashlib._Hash:
+        """Return a hash of the run and the tensors' descriptions, to be updated with their bytes."""
+        return hashlib.sha256(json.dumps([self.run_digest, tensors]).encode())
+
     def remove(self) -> None:
         """Remove all files of runs, and the directory if it is then empty."""
         with suppress(OSError):
@@ -397,8 +426,8 @@ class LayerStore:
                     path.unlink()
             self.path.rmdir()
 
-    def _header(self, path: Path) -> list[tuple[TensorInfo, int]] | None:
-        """Return the tensors of a file with their offsets; None if it is another run's."""
+    def _header(self, path: Path) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
+        """Return the digest in a file's header, and its tensors with their offsets; None if it is another run's."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
 
@@ -409,12 +438,14 @@ class LayerStore:
             try:
                 _, tensors = read_header(read, size, str(path))
                 header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
-                run_digest = parse_json(header["__metadata__"][_KIND].encode(), path.name)["about"]
+                facts = parse_json(header["__metadata__"][_KIND].encode(), path.name)
+                run_digest = facts["about"]
+                digest = facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
                 raise damaged_file(path) from None
         if run_digest != self.run_digest:
             return None
-        return tensors
+        return str(digest), tensors
 
 
 def _is_ours(path: Path) -> bool:

@@ -428,7 +428,7 @@ def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         convert(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "convert", shrink_first)
-    with pytest.raises(SourceError, match="model.safetensors was replaced while it was being converted"):
+    with pytest.raises(SourceError, match="model.safetensors changed while it was being converted"):
         compress(source, tmp_path / "out")
 
 

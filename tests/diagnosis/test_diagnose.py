@@ -326,7 +326,7 @@ def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -
     for given, message in [
         ({"workers": 0}, "0 workers cannot work"),
         ({"scratch": "there"}, "--scratch is where --stream keeps shards"),
-        ({"scheme": "int1"}, "int1 is not a scheme"),
+        ({"scheme": "int1"}, "--scheme: int1 is none of tensor, "),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
         ({"ignore": "**"}, None),
@@ -338,7 +338,7 @@ def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -
                 return
             with pytest.raises(UsageError) as caught:
                 diagnose(example, **given)  # type: ignore[arg-type]
-            assert caught.value.message == message
+            assert caught.value.message.startswith(message)
 
 
 def test_list_is_another_verb(example: Path) -> None:

@@ -298,9 +298,9 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
 def test_options_that_it_decides_are_refused(subtests: pytest.Subtests) -> None:
     for name in CHOSEN:
         with subtests.test(name=name):
-            value = {"scheme": "int4", "scheme_for": {"**": "int4"}, "smooth": 0.5}.get(
-                name, "static" if name == "activation_scheme" else True
-            )
+            given = {"scheme": "int4", "scheme_for": {"**": "int4"}, "smooth": 0.5, "activation_scheme": "static"}
+            given |= {"format": "compressed-tensors", "scale_format": "ue8m0", "group_size": 64}
+            value = given.get(name, True)
             recipe = Recipe(**{name: value})  # type: ignore[arg-type]
             flag = "--" + name.replace("_", "-")
             with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given$"):
