@@ -30,6 +30,7 @@ _LOOK = """
 .gradio-container { max-width: 70rem !important; margin: 0 auto !important; }
 .gradio-container h1 { font-size: 1.6rem; margin: 0.5rem 0; }
 .gradio-container h2 { font-size: 1.3rem; margin: 1rem 0 0.3rem; }
+#runs label { overflow-wrap: anywhere; }
 footer { display: none !important; }
 """
 
