@@ -18,10 +18,14 @@ one that such a run has written.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import stat
+import tempfile
 import time
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +37,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import SourceError
+from ..errors import OutputError, SourceError
 from ..files.destination import write_pieces
 from ..files.model_files import open_regular
 
@@ -67,6 +71,7 @@ class PassCheckpoint:
 
     Raises:
         SourceError: the file is damaged, or was saved with another `about`.
+        OutputError: another process uses it.
     """
 
     def __init__(self, path: Path, about: Mapping[str, str], extra: Callable[[], Any] = dict) -> None:
@@ -89,8 +94,32 @@ class PassCheckpoint:
         for name in (path, self._new_path):
             if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
                 raise SourceError(f"{name} is not a regular file", _AGAIN)
+        self._release_lock = self._take_lock()
         if os.path.lexists(path):
             self._read()
+
+    def _take_lock(self) -> Callable[[], object]:
+        """Refuse a file that another process uses. Returns what gives it free, as the end of this object does."""
+        # Not beside the file, where a killed run would leave it.
+        name = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()
+        path = Path(tempfile.gettempdir(), f"openquant-{name[:16]}.lock")
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:
+            # Another user's, or nothing can be written.
+            return lambda: None
+
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            # Others say that this file system has no locks.
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return lambda: None
+            raise OutputError(
+                f"another run is using {self.path}", "wait until it has ended, or give another place"
+            ) from None
+        return weakref.finalize(self, _release, handle, path)
 
     def _read(self) -> None:
         """Read all but the arguments of the passes, once the digest is found to be right."""
@@ -229,6 +258,14 @@ class PassCheckpoint:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._new_path.unlink(missing_ok=True)
+        self._release_lock()
+
+
+def _release(handle: int, path: Path) -> None:
+    """Give a lock back and delete its file."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(handle)
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

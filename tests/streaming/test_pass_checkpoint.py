@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,19 @@ def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
             PassCheckpoint(path, of)
         assert raised.value.message == f"{path} is from a run with other {other}"
         assert raised.value.hint == f"remove it to begin again, or use the same {other}"
+
+
+def test_one_process_at_a_time_uses_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.scores.json.part"
+    code = f"from pathlib import Path; from {PassCheckpoint.__module__} import *; PassCheckpoint(Path({str(path)!r}), dict)"
+    other = [sys.executable, "-c", code]
+
+    held = PassCheckpoint(path, {})
+    refused = subprocess.run(other, capture_output=True, text=True)
+    assert refused.stderr.endswith(f"OutputError: another run is using {path}\n")
+
+    # The same process may begin again, as after an error in a notebook.
+    PassCheckpoint(path, {})
+    del held
+    assert subprocess.run(other, capture_output=True, text=True).stderr == ""
+    assert not list(tmp_path.iterdir())
