@@ -64,10 +64,10 @@ def test_the_site_has_every_document() -> None:
 
 def test_links_of_the_site_lead_to_pages() -> None:
     text = "[a](../formats.md#int4) ![b](../results.png) [c](../../README.md#more) [d](../../tests/conftest.py)"
-    text += " [e](https://x.y/z.md) [f](#here)\n```\n[g](../formats.md)\n```\n[h](../decisions)"
+    text += " [e](https://x.y/z.md) [f](#here)\n```\n[g](../formats.md)\n```\n[h](../decisions.md)"
     assert docs_site.rewrite(text, "how-to/serve.md") == (
         "[a](../formats.md#int4) ![b](../results.png) [c](../project/README.md#more) d"
-        " [e](https://x.y/z.md) [f](#here)\n```\n[g](../formats.md)\n```\n[h](../decisions/README.md)"
+        " [e](https://x.y/z.md) [f](#here)\n```\n[g](../formats.md)\n```\n[h](../decisions.md)"
     )
     text = "[a](docs/fit.md) [b](benchmarks/README.md)"
     assert docs_site.rewrite(text, "project/README.md") == "[a](../fit.md) [b](benchmarks/README.md)"

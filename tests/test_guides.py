@@ -1,4 +1,4 @@
-"""Tutorials and how-to pages: their commands run, the table of cards is that of the kernels, all messages are listed."""
+"""Tutorials and how-to pages: their commands run, the table of cards is that of the kernels, the errors they show exist."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from types import CodeType
 import pytest
 from safetensors.torch import load_file
 
-import messages
 from conftest import EXAMPLE, ROOT
 from openquant import compress, explain, verify
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
 from openquant.formats.hardware import find_gpu, find_kernel
 from openquant.formats.names import SCHEME_NAMES
-from support import small_checkpoints
+from support import messages, small_checkpoints
 from support.loopback_hub import LoopbackHub
 
 PAGES = sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "README.md"])
@@ -227,11 +226,6 @@ def test_a_card_gets_schemes_that_engines_compute_there() -> None:
             assert kernels[0].arithmetic == arithmetic and kernels[0].in_hardware, card
             also = [f"`{scheme}`" for scheme in schemes if find_kernel("SGLang", scheme, gpu.hardware)]
             assert sglang == (", ".join(also) or "none"), card
-
-
-def test_every_message_is_listed() -> None:
-    text = (HOW_TO / "troubleshooting.md").read_text()
-    assert text.partition(f"{messages.HEADING}\n\n")[2] == messages.listed(), "run python tools/messages.py"
 
 
 def test_messages_are_found_in_the_code(tmp_path: Path) -> None:

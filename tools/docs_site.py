@@ -75,10 +75,7 @@ def page_of(document: str) -> str | None:
     """The page or image of the site for a path in the repository; None if it has none."""
     if document in ELSEWHERE:
         return f"project/{document}"
-    if not document.startswith("docs/"):
-        return None
-    inside = document.removeprefix("docs/")
-    return inside if posixpath.splitext(inside)[1] else f"{inside}/README.md"
+    return document.removeprefix("docs/") if document.startswith("docs/") else None
 
 
 def command_line() -> str:

@@ -1,10 +1,7 @@
-"""Write the list of all error messages into docs/how-to/troubleshooting.md, from the code that raises them.
+"""Finds all error messages in the code that raises them, by which pages that show one are checked.
 
-    python tools/messages.py
-
-tests/test_documents.py requires that the page has the list as it is written here. A value that a message gets as it is
-raised is shown as "...". A message is not listed if it is hardly more than such values, because its words come from
-elsewhere.
+A value that a message gets as it is raised stands as "...". A message is left out if it is hardly more than such values,
+because its words come from elsewhere.
 """
 
 from __future__ import annotations
@@ -12,41 +9,14 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from openquant.version import install_hint
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "openquant"
-PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
-HEADING = "## All messages"
+PACKAGE = Path(__file__).resolve().parents[2] / "openquant"
 ANY = "..."
-# The headings of the list, and the rooms below each.
-ROOMS = {
-    ("cli", "options", "recipes", "api", "job", "run"): "Commands and options",
-    ("machine", "threads"): "The machine",
-    ("hub",): "The Hub",
-    ("files",): "Files: checkpoints, outputs, journals",
-    ("models", "registry", "patterns"): "Architectures and patterns",
-    ("plan",): "The plan",
-    ("formats",): "Formats and schemes",
-    ("weights", "packed"): "Weights and calibration files",
-    ("gguf",): "GGUF files",
-    ("web",): "The page of openquant web",
-    ("convert", "distributed"): "Converting, and several processes",
-    ("data",): "Texts, tokenizers and tasks",
-    ("streaming",): "Running a model layer by layer",
-    ("calibration",): "Calibration",
-    ("diagnosis",): "Diagnosis",
-    ("evaluation",): "Evaluation",
-    ("fit",): "Fitting a size",
-    ("verification", "report", "reporter", "result"): "Verification and reports",
-}
 
 
 class Message(NamedTuple):
@@ -148,40 +118,3 @@ def messages(package: Path = PACKAGE) -> Iterator[Message]:
                 for text in module.texts(arguments[0]):
                     if len(re.findall(r"[\w-]{2,}", text)) > (0 if hint else 1):
                         yield Message(room, re.sub(r"(\.\.\.){2,}", ANY, text), hint)
-
-
-def listed() -> str:
-    """The list, by rooms, as Markdown."""
-    found = sorted({*messages()}, key=lambda message: (message.text.lower().lstrip("."), *message))
-    titles = {room: title for rooms, title in ROOMS.items() for room in rooms}
-    if others := {message.room for message in found} - titles.keys():
-        raise SystemExit(f"ROOMS has no {', '.join(sorted(others))}")
-    lines = []
-    for title in ROOMS.values():
-        rows = dict.fromkeys((text, hint) for room, text, hint in found if titles[room] == title)
-        if rows:
-            lines += ["", f"### {title}", ""]
-            lines += [f"- {code(text)}" + (f": {plain(hint)}" if hint else "") for text, hint in rows]
-    return "\n".join(lines[1:]) + "\n"
-
-
-def code(text: str) -> str:
-    """A text as code, whatever it holds."""
-    text = " ".join(text.split())
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
-
-
-def plain(text: str) -> str:
-    """A text in which no character has a meaning to Markdown, but for code in backticks."""
-    parts = re.split("(`[^`]*`)", " ".join(text.split()))
-    return "".join(part if part.startswith("`") else re.sub(r"([*_\[\]<|])", r"\\\1", part) for part in parts)
-
-
-def main() -> None:
-    """Replace the list in the page."""
-    head = PAGE.read_text().partition(f"{HEADING}\n")[0]
-    PAGE.write_text(f"{head}{HEADING}\n\n{listed()}")
-
-
-if __name__ == "__main__":
-    main()
