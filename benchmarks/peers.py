@@ -1,4 +1,4 @@
-"""The table "Beside llm-compressor and auto-round" of docs/results.md: the tools on one model.
+"""The table "Beside llm-compressor and auto-round" of docs/peers.md: the tools on one model.
 
     python benchmarks/real_models.py DIR
     python -m venv DIR/peers

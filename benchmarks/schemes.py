@@ -2,7 +2,7 @@
 
     python benchmarks/schemes.py examples/tiny-qwen3
 
-prints the table of docs/evaluation.md. The model is converted once in each scheme, and all of them are evaluated in one
+prints the table of docs/results.md. The model is converted once in each scheme, and all of them are evaluated in one
 pass on the built-in texts. --scheme NAME measures that scheme alone.
 """
 

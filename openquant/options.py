@@ -988,7 +988,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         (),
         "Tasks, separated by commas: files, or names of lm-eval. A file is JSON Lines with `question`, `choices` and "
         "`answer`, the JSON of a BIG-bench task, or the YAML of an lm-eval task. Names and YAML need lm-eval, the "
-        "extra `tasks`. Tasks that generate texts are for lm-eval itself (docs/evaluation.md).",
+        "extra `tasks`. Tasks that generate texts are for lm-eval itself (docs/tasks.md).",
         TEXTS,
         "TASK",
         read=read_text,

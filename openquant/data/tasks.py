@@ -55,7 +55,7 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
     """Read tasks.
 
     Args:
-        names: paths of files (docs/evaluation.md says which), and names of tasks of lm-eval; at least one.
+        names: paths of files (docs/tasks.md says which), and names of tasks of lm-eval; at least one.
         limit: the most questions of each task; None for all.
 
     Raises:
@@ -234,7 +234,7 @@ def _backend(answer: Callable[[list[Any]], _Probabilities]) -> Any:
         def generate_until(self, requests: list[Any]) -> list[str]:
             raise UsageError(
                 f"{requests[0].task_name} of lm-eval asks for generated texts, which an engine generates",
-                "start `vllm serve`, and run lm-eval with its model local-completions (docs/evaluation.md)",
+                "start `vllm serve`, and run lm-eval with its model local-completions (docs/tasks.md)",
             )
 
     return Backend()

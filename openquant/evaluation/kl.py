@@ -1,7 +1,7 @@
 """KL divergence, token agreement and perplexity of two models' logits for the same texts.
 
 `compare_logits` makes a `DocumentRecord` of each document; `summarize` computes the figures of a list of records.
-Records of several processes are simply concatenated. docs/evaluation.md defines every figure.
+Records of several processes are simply concatenated. docs/figures.md defines every figure.
 
     records = [compare_logits(source, output, ids, "text", "a.txt", names) for ...]
     summarize(records)["kl"]      # {"mean": 0.00129, "interval": [0.00121, 0.00137], "median": 0.0009, ...}

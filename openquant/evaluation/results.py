@@ -1,4 +1,4 @@
-"""Builds the results of an evaluation, as eval.json and `--json` have them; docs/evaluation.md explains the keys.
+"""Builds the results of an evaluation, as eval.json and `--json` have them; docs/figures.md explains the keys.
 
     make_evaluation(measurements, texts).outputs[0]["kl"]["mean"]      # 0.0031
 

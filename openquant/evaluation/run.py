@@ -63,7 +63,7 @@ def evaluate(
         reporter: receives a line on what is done, the progress in tokens, and the figures; nothing is reported if None.
 
     Returns:
-        The figures, the same in every process; docs/evaluation.md says what they mean.
+        The figures, the same in every process; docs/figures.md says what they mean.
 
     Raises:
         OpenQuantError: something that the caller can fix.

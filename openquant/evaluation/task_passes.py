@@ -12,7 +12,7 @@ The requests become token ids exactly as in lm-eval's backend for transformers (
     requests = encode_requests([("Question: ...\nAnswer:", " Mars")], tokenizer, max_length=8192, vocabulary=151936)
     requests[0].choice      # (21048,)
 
-Builds the figures of tasks, as eval.json has them; docs/evaluation.md explains the keys.
+Builds the figures of tasks, as eval.json has them; docs/tasks.md explains the keys.
 
     evaluate_tasks(task_requests, task_passes, seed=0)[0]["pooled"]["metrics"][0]["recovery"]      # 0.993
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# The content of an eval.json: docs/evaluation.md explains its keys, docs/schema/eval.json has their types.
+# The content of an eval.json: docs/figures.md explains its keys, docs/schema/eval.json has their types.
 OutputEvaluation: TypeAlias = dict[str, Any]
 
 

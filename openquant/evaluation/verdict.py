@@ -1,4 +1,4 @@
-"""How each layer of an output differs from the source's, and which layers are suspect. docs/evaluation.md has the
+"""How each layer of an output differs from the source's, and which layers are suspect. docs/figures.md has the
 limits.
 
 The decoded weights of two loaded models are compared, so names, stacked experts and fused layers are those of the

@@ -1,4 +1,4 @@
-"""What programs read: every key that a verb prints stands in docs/json.md, and no other; progress; pipes."""
+"""What programs read: every key that a verb prints stands in its schema, and no other; progress; pipes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,10 @@ from openquant.cli.commands import VERBS, main
 from support.loopback_hub import LoopbackHub
 from support.task_files import write_lines
 
-# What is printed under a heading of another name.
-HEADINGS = {"compress": "compress and dequantize", "dequantize": "compress and dequantize"}
-
-
-def expand(text: str) -> list[str]:
-    found = re.search(r"\{([^{}]*)\}", text)
-    if found is None:
-        return [text]
-    return [full for one in found[1].split(",") for full in expand(text[: found.start()] + one + text[found.end() :])]
-
-
-def documented(verb: str) -> dict[str, str]:
-    """The keys under a heading of docs/json.md, and what is said of each."""
-    text = (ROOT / "docs" / "json.md").read_text().split(f"\n## {HEADINGS.get(verb, verb)}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
-    return {
-        full: about for keys, about in rows for key in re.findall("`([^`]+)`", keys) for full in expand(key)
-    }  # fmt: skip
+def progress_keys() -> set[str]:
+    """The keys of a line of progress, as docs/json.md has them."""
+    text = (ROOT / "docs" / "json.md").read_text().split("\n## Progress\n")[1].split("\n## ")[0]
+    return {key for keys in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for key in re.findall(r"`(\w+)`", keys)}
 
 
 def schema(verb: str) -> dict[str, Any]:
@@ -60,8 +46,8 @@ def in_schema(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, bool]
             yield from in_schema(node[key], here)
 
 
-def printed(value: Any, known: dict[str, str], path: str = "") -> Iterator[str]:
-    """The paths of keys in an object, with `*` for those that are data to the document."""
+def printed(value: Any, known: dict[str, bool], path: str = "") -> Iterator[str]:
+    """The paths of keys in an object, with `*` for those that are data to the schema."""
     if isinstance(value, dict):
         for key, inner in value.items():
             here = f"{path}.{key}" if path else key
@@ -74,13 +60,14 @@ def printed(value: Any, known: dict[str, str], path: str = "") -> Iterator[str]:
 
 
 def require(verb: str, *objects: Any) -> None:
-    """What is printed is what is documented, but for keys that are there only in some cases."""
-    known = documented(verb)
+    """What is printed is what the schema has, but for keys that are there only in some cases."""
+    known = dict(in_schema(schema(verb)))
     for each in objects:
         jsonschema.validate(each, schema(verb))
     found = {path for each in objects for path in printed(each, known)}
     assert found - known.keys() == set()
-    assert {path for path, about in known.items() if not about.startswith("only ")} - found == set()
+    always = {path for path, required in known.items() if required and not path.endswith(".*")}
+    assert always - found == set()
 
 
 @pytest.fixture
@@ -89,7 +76,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_every_key_is_documented(out, tmp_path, capsys, monkeypatch):
+def test_every_key_is_in_the_schema(out, tmp_path, capsys, monkeypatch):
     # A search writes its scores there.
     monkeypatch.chdir(tmp_path)
 
@@ -136,33 +123,40 @@ def test_every_key_is_documented(out, tmp_path, capsys, monkeypatch):
 SCHEMAS = sorted(path.stem for path in (ROOT / "docs" / "schema").glob("*.json"))
 
 
-def test_a_schema_has_the_keys_that_are_documented(subtests: pytest.Subtests) -> None:
+def undescribed(node: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The keys of a schema of which nothing is said."""
+    for key, inner in node.get("properties", {}).items():
+        if not inner.get("description"):
+            yield f"{path}.{key}"
+        yield from undescribed(inner, f"{path}.{key}")
+    for key in ("additionalProperties", "items"):
+        if key in node:
+            yield from undescribed(node[key], path)
+
+
+def test_a_schema_says_what_each_key_is(subtests: pytest.Subtests) -> None:
     for name in SCHEMAS:
         with subtests.test(name=name):
-            verb = name.replace("fit-", "fit --")
-            jsonschema.Draft202012Validator.check_schema(schema(verb))
-            # What is data to the document is there only if there is something to say.
-            always = {
-                path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()
-            }
-            assert dict(in_schema(schema(verb))) == always
+            published = schema(name.replace("fit-", "fit --"))
+            jsonschema.Draft202012Validator.check_schema(published)
+            assert list(undescribed(published)) == []
             # An object without its keys, and a text for an object, are refused.
             for wrong in ({}, "text"):
                 with pytest.raises(jsonschema.ValidationError):
-                    jsonschema.validate(wrong, schema(verb))
+                    jsonschema.validate(wrong, published)
 
 
 def test_every_verb_has_a_schema() -> None:
     assert {*SCHEMAS} == {*VERBS} - {"dequantize"} | {"error", "fit-search", "dry-run"}
 
 
-def test_every_verb_takes_json_and_stands_in_the_document() -> None:
+def test_every_verb_takes_json_and_has_a_schema() -> None:
     (verbs,) = (action for action in verb_parser()._actions if action.dest == "verb")
     assert verbs.choices is not None
     assert set(VERBS) == set(verbs.choices)
     for name, parser in dict(verbs.choices).items():  # type: ignore[call-overload]
         assert "--json" in parser._option_string_actions, name
-        assert documented(name)
+        assert schema(name)
         takes = "--progress" in parser._option_string_actions
         assert takes == (name in ("compress", "dequantize", "fit", "diagnose", "calibrate", "eval", "verify")), name
 
@@ -183,7 +177,7 @@ def test_progress_is_objects_on_request(subtests, out, capsys, monkeypatch):
             lines = [json.loads(line) for line in told.err.splitlines()]
             assert len(lines) >= 2
             assert {line["stage"] for line in lines} == {stage}
-            assert all(set(line) == set(documented("progress")) for line in lines)
+            assert all(set(line) == progress_keys() for line in lines)
             assert (lines[0]["done"], lines[-1]["done"]) == (0, lines[-1]["total"]) or stage != "compressing"
             assert not more or json.loads(told.out)
 

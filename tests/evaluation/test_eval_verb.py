@@ -140,7 +140,7 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
 def test_schemes_and_what_calibration_changes_lie_in_one_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Memory and divergence, as docs/evaluation.md has them side by side."""
+    """Memory and divergence, as docs/results.md has them side by side."""
     seen = {"calibration": calibrate(EXAMPLE, tmp_path / "found", samples=4, length=64)}
     made: dict[str, dict[str, Any]] = {
         "INT8": {"scheme": "int8"},

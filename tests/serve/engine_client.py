@@ -202,10 +202,17 @@ def _find_interpreter(variable: str, engine: str) -> Path:
 
 
 def table_cells() -> dict[str, list[str]]:
-    """The table of docs/architectures.md: the cells of each row, three of vLLM and three of SGLang."""
-    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", (ROOT / "docs" / "architectures.md").read_text(), re.MULTILINE)
+    """The tables of docs/architectures.md: the cells of each architecture, five of vLLM and five of SGLang."""
+    text = (ROOT / "docs" / "architectures.md").read_text()
     wanted = {*CHOSEN, *(MODELS.keys() - small_checkpoints.ARCHITECTURES)}
-    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if name in wanted}
+    cells: dict[str, list[str]] = {}
+    for engine in ("vLLM", "SGLang"):
+        section = text.split(f"\n## {engine}\n")[1].split("\n## ")[0]
+        for row in re.findall(r"^\| (.+) \|$", section, re.MULTILINE):
+            *same, names = row.split(" | ")
+            for name in wanted.intersection(re.findall(r"`(\w+)`", names)):
+                cells.setdefault(name, []).extend(same)
+    return cells
 
 
 @cache
