@@ -1,4 +1,4 @@
-"""Which outputs mlx-lm reads, and how far what it computes is from the source: "Other libraries" of docs/formats.md.
+"""Which outputs mlx-lm reads, and how far what it computes is from the source: "Other libraries" of docs/engines.md.
 
     python -m venv DIR/mlx && DIR/mlx/bin/pip install 'mlx[cpu]' mlx-lm==0.32.2
     python benchmarks/mlx_reads.py WORK --mlx DIR/mlx/bin/python

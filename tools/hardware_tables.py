@@ -1,4 +1,4 @@
-"""Print the tables of docs/formats.md that say on which GPUs engines compute each scheme, from openquant/formats.
+"""Print the tables of docs/engines.md that say on which GPUs engines compute each scheme, from openquant/formats.
 
     python tools/hardware_tables.py
 
