@@ -2,7 +2,7 @@
 
     python benchmarks/head.py ~/.cache/openquant/real/smollm2-135m --samples 6 --length 128 --scheme int8-weights
 
-prints the table of docs/formats.md. Where the head is the embedding, it measures a copy in which they are separate.
+prints the table of docs/output-head.md. Where the head is the embedding, it measures a copy in which they are separate.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_a_tied_model_is_copied_with_a_head_of_its_own(subtests, tmp_path, monke
             config = json.loads((source / "config.json").read_text())
             (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
             patch.chdir(here)
-            [code] = python_of("formats.md")
+            [code] = python_of("output-head.md")
             exec(code, {})
             compress("my-model-untied", "out", "channel", quantize_lm_head=True)
             assert verify("out", "my-model-untied", full=True).problems == ()

@@ -156,7 +156,7 @@ def _heads(found: FitTable) -> list[str]:
     """Say what becomes of the output head, and that no figure counts it."""
     if not found.quantize_lm_head:
         return []
-    lines = ["KL is without what the quantized output head loses (docs/formats.md)"]
+    lines = ["KL is without what the quantized output head loses (docs/output-head.md)"]
     names = [row.scheme for row in found.schemes if row.scheme in found.head_schemes]
     if names:
         lines.append(f"the output head is int8-weights beside {', '.join(map(str, names))}: fewer bits lose much in it")

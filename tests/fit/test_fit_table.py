@@ -426,7 +426,7 @@ def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> Non
     [row] = [row for row in found.schemes if row.scheme == "nvfp4"]
     assert row.bytes == summary.output_bytes(plan)
     lines = fit_text(found).splitlines()
-    assert "KL is without what the quantized output head loses (docs/formats.md)" in lines
+    assert "KL is without what the quantized output head loses (docs/output-head.md)" in lines
     [said] = [line for line in lines if line.startswith("the output head is int8-weights beside nvfp4, ")]
     assert said.endswith(": fewer bits lose much in it") and "channel" not in said
     # The context that is left is less than the model allows.
@@ -445,7 +445,7 @@ def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path
 def test_without_a_kernel_for_eight_bits_the_head_has_the_schemes_own(model: Path) -> None:
     found = table(model, "cpu", quantize_lm_head=True)
     assert "int4" in rows_of(found) and found.head_schemes == {}
-    assert "KL is without what the quantized output head loses (docs/formats.md)" in fit_text(found)
+    assert "KL is without what the quantized output head loses (docs/output-head.md)" in fit_text(found)
     # Without one there is nothing to say.
     found = table(model, "4090")
     assert found.head_schemes == {} and "head loses" not in fit_text(found)
