@@ -21,6 +21,7 @@ from openquant.cli.commands import VERBS, main
 from support.loopback_hub import LoopbackHub
 from support.task_files import write_lines
 
+
 def progress_keys() -> set[str]:
     """The keys of a line of progress, as docs/json.md has them."""
     text = (ROOT / "docs" / "json.md").read_text().split("\n## Progress\n")[1].split("\n## ")[0]
