@@ -48,8 +48,7 @@ from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
-from ..streaming.hooks import ExpertWeights, ModuleHooks
-from ..streaming.interleaved import run_with_hooks
+from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint

@@ -22,8 +22,7 @@ from ..distributed import Ranks
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
 from ..streaming import transformers_internals
-from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
-from ..streaming.interleaved import run_with_hooks
+from ..streaming.interleaved import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts, run_with_hooks
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.corpus import Corpus
-from ..data.prompts import Prompt
+from ..data.domains import Prompt
 from ..errors import naming
 from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, run_interleaved
@@ -42,8 +42,7 @@ from ..streaming.model import (
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
-from .as_served import ServedModel, logits
-from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
+from .as_served import TOKENS, ServedModel, compare_answers, logits, prompts_to_answer, teacher_forced
 from .kl import compare_logits
 from .results import (
     Evaluation,

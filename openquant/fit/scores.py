@@ -35,8 +35,7 @@ from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
-from ..streaming.hooks import holds_experts
-from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
+from ..streaming.interleaved import ForwardPass, hidden_state, holds_experts, run_interleaved
 from ..streaming.model import (
     Advanced,
     PassProgress,

@@ -21,7 +21,7 @@ from conftest import EXAMPLE, ROOT, change_json, tree
 from openquant import Reporter, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
-from openquant.evaluation import generate
+from openquant.evaluation import as_served
 from openquant.files.shardfile import LayerStore
 from openquant.report.text import verification_text
 from openquant.streaming import pass_checkpoint
@@ -327,7 +327,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_gptq_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
     reporter = RecordingReporter()
     compress(experts, tmp_path / "nearest", "int4", no_search=True)
     compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=12, length=128, reporter=reporter)

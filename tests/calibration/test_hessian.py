@@ -28,8 +28,7 @@ from openquant.formats import kernels
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.streaming.hooks import RoutedTokens, holds_experts
-from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.interleaved import ForwardPass, RoutedTokens, holds_experts, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf

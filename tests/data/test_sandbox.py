@@ -13,8 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from conftest import EXAMPLE
-from openquant.data import sandbox
-from openquant.data.sandbox import render
+from openquant.data import tokenizer as sandbox
+from openquant.data.tokenizer import render
 from openquant.errors import SourceError
 
 CHATML = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}
@@ -94,7 +94,7 @@ def test_no_module_of_the_working_directory_is_imported(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path('planted').touch(); raise ImportError")
     script = (
         "import sys; sys.path[:] = sys.argv[1:]\n"
-        "from openquant.data.sandbox import render\n"
+        "from openquant.data.tokenizer import render\n"
         "print(render('{{ messages[0].content }}', [[{'role': 'user', 'content': 'Hi'}]], ['a']))"
     )
     path = [str(Path(__file__).parents[2]), *(each for each in sys.path if each)]

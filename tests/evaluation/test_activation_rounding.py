@@ -25,7 +25,7 @@ from openquant.evaluation.as_served import (
 from openquant.formats.format import ActivationQuantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.schemes import NVFP4_W4A4
-from openquant.streaming.hooks import ExpertWeights
+from openquant.streaming.interleaved import ExpertWeights
 from openquant.streaming.transformers_internals import cache_argument
 
 TOKEN, TENSOR, INT8_TOKEN = (

@@ -9,8 +9,8 @@ import pytest
 from conftest import EXAMPLE
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation import generate
-from openquant.evaluation.generate import LARGEST_BY_DEFAULT, fits_in_memory, prompts_to_answer
+from openquant.evaluation import as_served
+from openquant.evaluation.as_served import LARGEST_BY_DEFAULT, fits_in_memory, prompts_to_answer
 
 
 def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
@@ -25,7 +25,7 @@ def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
         (LARGEST_BY_DEFAULT + 1, 1 << 40, True, True),
     ]:
         with subtests.test(nbytes=nbytes, memory=memory, by_user=by_user, answers_it=answers_it):
-            monkeypatch.setattr(generate, "available_memory", lambda memory=memory: memory)
+            monkeypatch.setattr(as_served, "available_memory", lambda memory=memory: memory)
             assert fits_in_memory(nbytes, by_user) is answers_it
 
 
@@ -41,7 +41,7 @@ def test_prompts_of_the_users_own_are_all_answered(tmp_path: Path) -> None:
 def test_a_file_of_prompts_is_read_even_where_no_model_has_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(generate, "available_memory", lambda: 1000)
+    monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     tokenizer, file = load_tokenizer(EXAMPLE), tmp_path / "prompts.txt"
     with pytest.raises(SourceError, match=r"prompts\.txt"):
         prompts_to_answer(file, tokenizer, 2048, 501)

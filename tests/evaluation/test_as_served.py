@@ -11,11 +11,10 @@ import torch
 
 from conftest import EXAMPLE
 from openquant import compress
-from openquant.data.prompts import read_prompts
+from openquant.data.domains import read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.as_served import Fp8Cache, ServedModel, logits, round_activations
-from openquant.evaluation.generate import compare_answers
+from openquant.evaluation.as_served import Fp8Cache, ServedModel, compare_answers, logits, round_activations
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import ActivationQuantization
 from openquant.formats.numbers import E4M3

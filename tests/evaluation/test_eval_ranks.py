@@ -16,7 +16,7 @@ import torch
 
 from conftest import EXAMPLE, ROOT
 from openquant import calibrate, compress, evaluate
-from openquant.evaluation import generate
+from openquant.evaluation import as_served
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import Job, Rank
 from support.outlier_channels import twin
@@ -27,7 +27,7 @@ import sys
 from openquant.cli.commands import main
 """
 RUN = "sys.exit(main())\n"
-ONE_PROMPT = "from openquant.evaluation import generate\ngenerate.BUILT_IN = 1\n"
+ONE_PROMPT = "from openquant.evaluation import as_served\nas_served.BUILT_IN = 1\n"
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None
     assert "; an earlier run is continued\n" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"many.json"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "BUILT_IN", 1)
+        patch.setattr(as_served, "BUILT_IN", 1)
         evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 

@@ -16,7 +16,7 @@ from openquant import compress, evaluate
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError
-from openquant.evaluation import generate, results
+from openquant.evaluation import as_served, results
 from openquant.evaluation import run as evaluation_run
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
@@ -45,7 +45,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are saved after every layer; answers take most of the time, of which one is enough here."""
     monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
     monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_run_that_is_ended_twice_gives_the_same_bytes(
 def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a scratch file too, which hidden states are saved from and come back to. No layer is computed twice."""
     # Answers would load all layers once more.
-    monkeypatch.setattr(generate, "BUILT_IN", 0)
+    monkeypatch.setattr(as_served, "BUILT_IN", 0)
     (output, _), file = outputs, tmp_path / "results.json"
     evaluate(output, EXAMPLE, out=file, **SMALL)
     expected = file.read_bytes()

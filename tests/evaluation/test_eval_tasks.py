@@ -23,7 +23,7 @@ from openquant.data.tasks import read_questions, read_tasks
 from openquant.data.tokenizer import load_tokenizer
 from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, SourceError, UsageError
-from openquant.evaluation import generate, run
+from openquant.evaluation import as_served, run
 from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.task_passes import TaskPasses, TaskRequests, encode_requests, longest_sequence
@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {"samples": 2, "length": 48}
 @pytest.fixture(autouse=True)
 def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take most of the time, of which one is enough here."""
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")

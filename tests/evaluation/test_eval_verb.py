@@ -18,7 +18,7 @@ from conftest import EXAMPLE, ROOT, change_json, heed_ctrl_c
 from openquant import OpenQuantError, calibrate, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OutputError, SourceError, UsageError
-from openquant.evaluation import generate
+from openquant.evaluation import as_served
 from openquant.evaluation import run as evaluation
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.run import _scratch_directory
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take most of the time, of which one is enough here."""
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
 def measured(made: Path) -> Measured:
     seen = Told()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "BUILT_IN", 1)
+        patch.setattr(as_served, "BUILT_IN", 1)
         found = evaluate(
             [made],
             EXAMPLE,
@@ -182,7 +182,7 @@ def test_prompts_can_be_left_out(
     def answered(*_: object, **__: object) -> None:
         raise AssertionError("prompts were answered")
 
-    monkeypatch.setattr(generate, "continue_prompts", answered)
+    monkeypatch.setattr(as_served, "continue_prompts", answered)
     without = evaluate(made, EXAMPLE, no_prompts=True, out=tmp_path / "e.json", **SMALL).outputs[0]
     assert [text["along"] for text in without["texts"]] == [True]
     assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}
@@ -311,7 +311,7 @@ def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path) -> Non
 
 def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts").write_text("import\n")
-    monkeypatch.setattr(generate, "available_memory", lambda: 1000)
+    monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
     assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
     # Predictions along a text are no answers, so they are only in the JSON and on the page.

@@ -14,10 +14,10 @@ import torch
 
 from conftest import EXAMPLE, change_json
 from openquant import compress
-from openquant.data.prompts import Prompt, read_prompts
+from openquant.data.domains import Prompt, read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.generate import continue_prompts, end_tokens, side_by_side, teacher_forced
+from openquant.evaluation.as_served import continue_prompts, end_tokens, side_by_side, teacher_forced
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

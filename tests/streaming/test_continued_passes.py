@@ -12,8 +12,7 @@ from torch import Tensor
 
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import pass_checkpoint
-from openquant.streaming.hooks import TextCache
-from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.interleaved import ForwardPass, TextCache, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from openquant.streaming.transformers_internals import cache_argument

@@ -19,7 +19,7 @@ from conftest import EXAMPLE, ROOT, change_json
 from openquant import calibrate, compress, dequantize, evaluate
 from openquant.cli.commands import main
 from openquant.errors import UsageError
-from openquant.evaluation.generate import fits_in_memory
+from openquant.evaluation.as_served import fits_in_memory
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.formats.schemes import INT4_W4A16
