@@ -54,16 +54,9 @@ def test_it_is_always_the_same_day() -> None:
     assert rendered("{{ strftime_now('%d %b %Y') }}") == ["01 Jan 2026"]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% set x = 9 ** (9 ** 9) %}",
-    ],
-)
-def test_a_template_that_does_not_end_is_ended(template: str) -> None:
+def test_a_template_that_does_not_end_is_ended() -> None:
     begun = time.monotonic()
-    assert refusal(template) == "the model's chat template did not end within 3 seconds"
+    assert refusal("{% set x = 9 ** (9 ** 9) %}") == "the model's chat template did not end within 3 seconds"
     assert time.monotonic() - begun < 40
 
 

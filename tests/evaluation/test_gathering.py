@@ -66,15 +66,18 @@ def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
     compress(source, tmp_path / "out", "channel")
     ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32)), tuple(range(32))]
-    corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
+    texts = tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids))
 
-    def found(team: Ranks) -> Evaluation:
+    def found(team: Ranks, count: int) -> Evaluation:
+        corpus = Corpus(texts[:count], "", {})
         subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, tmp_path / "out")]
         return compare_outputs(subjects[0], subjects[1:], corpus, EvaluationSettings(kv_cache="fp8", ranks=team))
 
-    with pytest.raises(Given) as given:
-        found(Second())
-    alone = found(Ranks())
-    assert found(First(data=given.value.args[0])) == alone
+    # Of a single text the second has nothing to run.
+    for count in (1, 3):
+        with pytest.raises(Given) as given:
+            found(Second(), count)
+        alone = found(Ranks(), count)
+        assert found(First(data=given.value.args[0]), count) == alone
     assert alone.outputs[0]["layers"][1]["routed_otherwise"] > 0
     assert any("static scales clip" in each for each in alone.outputs[0]["reasons"])

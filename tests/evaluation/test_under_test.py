@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import change_json
-from openquant.errors import SourceError, UsageError, naming
+from openquant.errors import UsageError
 from openquant.evaluation.results import ModelUnderTest, require_one_model
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
@@ -35,9 +35,3 @@ def test_models_of_another_class_size_or_vocabulary_are_refused(tmp_path: Path) 
             require_one_model(*source, *pair(path))
         assert raised.value.message == f"{path.name} has {theirs}, source has {mine}"
         assert raised.value.hint == "name the model that it was made from"
-
-
-def test_what_cannot_be_run_is_called_by_its_name() -> None:
-    with pytest.raises(SourceError) as raised, naming("twin"):
-        raise SourceError("a weight is missing", "download it again")
-    assert (raised.value.message, raised.value.hint) == ("twin: a weight is missing", "download it again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf
+from support.representatives import everything
 from support.streamed_logits import streamed_logits
 
 # One of each kind: separate, fused, in one tensor for all experts ([in, out] too), experts one by one, latent
@@ -180,7 +180,7 @@ def test_a_weight_that_no_scheme_can_hold_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("Qwen3MoeForCausalLM", "channel"), ("Qwen3MoeForCausalLM", "int8"), ("Qwen3ForCausalLM", "nvfp4-w4a4")],
+    [("Qwen3MoeForCausalLM", "channel"), ("Qwen3ForCausalLM", "nvfp4-w4a4")],
 )
 def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     shelf: Shelf, tmp_path: Path, architecture: str, name: str
@@ -228,8 +228,8 @@ def test_each_choice_of_a_unit_is_made_once_and_alone_in_memory(example: Path, m
     assert held == {1}
 
 
-# Of each kind in every run, all with OPENQUANT_ALL=1.
-ALL = small_checkpoints.RUNNABLE if os.environ.get("OPENQUANT_ALL") == "1" else KINDS
+# Stacks and shared keys in every run, all with OPENQUANT_ALL=1.
+ALL = small_checkpoints.RUNNABLE if everything() else ("Llama4ForCausalLM", "Gemma3nForCausalLM")
 
 
 def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, subtests: pytest.Subtests) -> None:

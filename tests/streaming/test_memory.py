@@ -7,16 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from conftest import EXAMPLE, ROOT, change_json
-from openquant import calibrate, compress, dequantize, evaluate
+from openquant import compress
 from openquant.cli.commands import main
 from openquant.errors import UsageError
 from openquant.evaluation.as_served import fits_in_memory
@@ -137,22 +135,6 @@ def test_steps_of_fit_grow_with_what_is_in_memory(wide: Path, monkeypatch: pytes
     )
     of_head = [mixtures_step(deep, 2, copies, 2048, True).nbytes for copies in (1, 2)]
     assert of_head[1] - of_head[0] == head
-
-
-def test_python_refuses_the_same(wide: Path, stored: Path, tmp_path: Path) -> None:
-    limit: Any
-    for limit in (0, 1, "1"):
-        for call in (
-            partial(compress, wide, tmp_path / "out"),
-            partial(compress, wide, tmp_path / "out", "int4", gptq=True),
-            partial(dequantize, stored, tmp_path / "out"),
-            partial(calibrate, wide, tmp_path / "out"),
-            partial(evaluate, [stored], wide, out=tmp_path / "out"),
-        ):
-            with pytest.raises(UsageError, match=rf"^a memory of {limit} bytes is too little: ") as caught:
-                call(max_memory=limit)
-            assert re.match(r"give --max-memory [\d.]+[MG]B or more", caught.value.hint)
-    assert list(tmp_path.iterdir()) == []
 
 
 # Runs a command, and says the most that its process had resident. The check of --fit has fewer texts.

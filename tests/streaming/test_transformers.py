@@ -43,30 +43,19 @@ ALL = [
 FOR_BLOCKS = [
     *DENSE,
     "Qwen3MoeForCausalLM",
-    "BloomForCausalLM",
     "Blip2ForConditionalGeneration",
     "DeepseekV3ForCausalLM",
     "GPTBigCodeForCausalLM",
-    "Gemma4UnifiedForConditionalGeneration",
-    "Lfm2MoeForCausalLM",
-    "MiMoForCausalLM",
     "MixtralForCausalLM",
-    "NemotronHForCausalLM",
     "Phi3ForCausalLM",
-    "Qwen2VLForConditionalGeneration",
 ]
 FOR_CHANNELS = [
     "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
     "FalconForCausalLM",
-    "GPTNeoXForCausalLM",
     "Glm4MoeForCausalLM",
     "InternVLForConditionalGeneration",
     "JambaForCausalLM",
-    "KimiK25ForConditionalGeneration",
-    "PhiMoEForCausalLM",
     "Qwen3NextForCausalLM",
-    "Qwen3_5MoeForCausalLM",
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")
