@@ -118,14 +118,11 @@ def round_layers(
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
     rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store)
 
-    def body(ids: Tensor) -> None:
-        model.model(input_ids=ids[None], use_cache=False)
-
     run_with_hooks(
         model,
         corpus,
         range(len(corpus.documents)),
-        body,
+        model.logits,
         observer,
         until=list(parts)[-1],
         after_unit=rounder.after_unit,

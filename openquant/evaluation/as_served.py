@@ -122,7 +122,7 @@ class ServedModel:
             One pass with decoded weights alone and, if engines round more, one with that too. Each gives the logits
             [length, vocabulary]. The second raises SourceError if a scale is missing or invalid.
         """
-        weights = ForwardPass(self.model, partial(logits, self.model, ids))
+        weights = ForwardPass(self.model, partial(self.model.logits, ids))
         if not self.rounds:
             return [weights]
         return [weights, ForwardPass(self.model, partial(self._logits, ids), self.round_inputs)]
@@ -134,7 +134,7 @@ class ServedModel:
             yield
 
     def _logits(self, ids: Tensor) -> Tensor:
-        return logits(self.model, ids, self.text_cache())
+        return self.model.logits(ids, self.text_cache())
 
     def text_cache(self) -> Fp8Cache | None:
         """Make an FP8 KV cache for one pass over a whole text; None if the cache is not in FP8."""
@@ -237,24 +237,6 @@ def inputs_of_experts(
         return next((inputs[name] for name in names if name in inputs), None)
 
     return {owner: ExpertWeights(first_of(parts, FIRST), first_of(parts, DOWN)) for owner, parts in stacks.items()}
-
-
-def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
-    """Compute the logits of a text; to be called inside of a ForwardPass.
-
-    Args:
-        model: the model.
-        ids: token ids, int64 [length], on the model's device.
-        cache: KV cache of transformers, such as Fp8Cache; None for none.
-
-    Returns:
-        The logits [length, vocabulary] in the model's dtype, of the next token at each position.
-    """
-    options: dict[str, Any] = {"use_cache": cache is not None}
-    if cache is not None:
-        options[transformers_internals.cache_argument(model.model)] = cache
-    text_logits: Tensor = model.model(input_ids=ids[None], **options).logits[0]
-    return text_logits
 
 
 # Lower limit of dynamic scales: vLLM layers/quantization/input_quant_fp8.py:27.

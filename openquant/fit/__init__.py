@@ -3,10 +3,10 @@
 | module | what it does |
 |---|---|
 | `table` | `openquant fit`: every scheme in one table, from headers alone |
-| `menu` | units of layers that need one scheme, the schemes that may be chosen, the best mixtures of all sizes; reads `--fit` and `--gpu` |
+| `menu` | units of layers that need one scheme, candidates, the best mixtures of all sizes; reads `--fit` and `--gpu` |
 | `scores` | runs texts with one unit quantized at a time: the KL divergence that each choice costs |
 | `session` | runs texts through the model, and keeps the scores |
-| `run` | `compress --fit`: choice, check on other texts, the options it stands for; `openquant fit --search`: mixtures of all sizes |
+| `run` | `compress --fit`: choice, check on other texts, its options; `fit --search`: mixtures of all sizes |
 
     openquant fit Qwen/Qwen3-32B --gpu 4090 --context 32k
     openquant fit Qwen/Qwen3-32B --gpu 4090 --search

@@ -305,11 +305,7 @@ class _Run:
 
     def _forward(self, one: _Pass) -> ForwardPass[Tensor]:
         ids = torch.tensor(self.corpus.documents[one.document].ids, device=self.model.device)
-        return ForwardPass(self.model, partial(self._logits, ids), partial(self._quantize_around, one))
-
-    def _logits(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model.model(input_ids=ids[None], use_cache=False).logits[0]
-        return logits
+        return ForwardPass(self.model, partial(self.model.logits, ids), partial(self._quantize_around, one))
 
     @contextmanager
     def _quantize_around(self, one: _Pass) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -57,11 +59,11 @@ def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
     assert torch.equal(one(x), x)
 
     def noisy(seed: int) -> list[torch.Tensor]:
-        source = noise.drawn_from(torch.Generator().manual_seed(seed))
+        source = partial(noise.drawn_from, torch.Generator().manual_seed(seed))
         with source():
             first = one(x)
         # Something else is computed in between.
-        with noise.drawn_from(torch.Generator().manual_seed(99))():
+        with noise.drawn_from(torch.Generator().manual_seed(99)):
             one(x)
         with source():
             second, beside = pair(x)

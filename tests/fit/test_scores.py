@@ -14,7 +14,7 @@ import torch
 
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
-from openquant.evaluation.as_served import ServedModel, logits
+from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.kl import DocumentRecord, compare_logits
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.menu import UNQUANTIZED, Mixture, units_of
@@ -192,7 +192,7 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     served = ServedModel(StreamedModel(open_checkpoint(tmp_path / "out")))
     plain = StreamedModel(open_checkpoint(source))
     found: list[torch.Tensor] = []
-    passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
+    passes = [[ForwardPass(plain, partial(plain.logits, ids)), served.passes(ids)[1]] for ids in BATCH]
     with products_in_float32():
         run_interleaved(passes, finished=lambda *value: found.append(value[2]))
     names = ("source", "output")
