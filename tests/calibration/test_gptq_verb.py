@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import EXAMPLE, change_json, tree
-from openquant import Reporter, compress, evaluate, verify
+from openquant import compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.files.shardfile import LayerStore
@@ -24,6 +24,7 @@ from openquant.report.text import verification_text
 from openquant.streaming import pass_checkpoint
 from support import forked_ranks, mixture_of_experts, small_checkpoints
 from support.forked_ranks import Job
+from support.reporters import Told
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
 TEXTS = ("--samples", "2", "--length", "64")
@@ -35,16 +36,6 @@ GPTQ_NOTE = (
 
 def shards(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.glob("*.safetensors")}
-
-
-class RecordingReporter(Reporter):
-    """Records what compress() reports of the GPTQ pass."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def on_note(self, about: str) -> None:
-        self.lines.append(about)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +78,7 @@ def test_the_command_says_what_it_does(
 def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     before = tree(shutil.copytree(made, out))
-    reporter = RecordingReporter()
+    reporter = Told()
     assert compress(EXAMPLE, out, "int4", gptq=True, reporter=reporter, **SMALL).resumed
     others: list[dict[str, Any]] = [
         {},
@@ -100,7 +91,7 @@ def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
         assert caught.value.message == (
             f"{out} holds the output of another run: other options, another source or another version"
         )
-    assert reporter.lines == []
+    assert reporter.notes == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert tree(out) == before
 
@@ -109,7 +100,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
 
-    class Changing(RecordingReporter):
+    class Changing(Told):
         def on_start(self, total: int, done: int) -> None:
             del total, done
             for path in source.glob("*.safetensors"):
@@ -142,15 +133,15 @@ class Stopped(Exception):
     """Ends a run."""
 
 
-class Stopping(RecordingReporter):
+class Stopping(Told):
     """Ends a run once the first layer's file is there and passes are kept, or as the conversion begins."""
 
     def __init__(self, folder: Path, late: bool = False) -> None:
         super().__init__()
         self.folder, self.late = folder, late
 
-    def on_progress(self, done: int, total: int) -> None:
-        del done, total
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
+        del done, total, unit
         if not self.late and list(self.folder.glob("*.passes")):
             raise Stopped
 
@@ -159,7 +150,7 @@ class Stopping(RecordingReporter):
         raise Stopped
 
 
-class Watching(RecordingReporter):
+class Watching(Told):
     """Has the times of files of layers as the conversion begins."""
 
     def __init__(self, folder: Path) -> None:
@@ -190,7 +181,7 @@ def test_a_stopped_run_goes_on(stopped: Path, made: Path, tmp_path: Path) -> Non
     left, reporter = stamps(stopped), Watching(stopped)
     assert list(left) == ["000.safetensors"]
     compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
-    assert reporter.lines[0].endswith("; an earlier run is continued")
+    assert reporter.notes[0].endswith("; an earlier run is continued")
     assert (reporter.stamps.items() & left.items(), len(reporter.stamps)) == (left.items(), 4)
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -212,7 +203,7 @@ def test_rounded_layers_of_other_texts_are_not_reused(stopped: Path, tmp_path: P
     left = stamps(stopped)
     reporter = Watching(stopped)
     compress(EXAMPLE, out, "int4", gptq=True, samples=3, length=32, reporter=reporter)
-    assert "an earlier run is continued" not in reporter.lines[0]
+    assert "an earlier run is continued" not in reporter.notes[0]
     assert not left.items() & reporter.stamps.items()
     assert not stopped.exists()
 
@@ -273,10 +264,10 @@ def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, m
     room = sum(path.stat().st_size for path in made.iterdir()) + 100_000
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=room))
-    reporter = RecordingReporter()
+    reporter = Told()
     with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has [0-9,]+ free"):
         compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
-    assert reporter.lines == []
+    assert reporter.notes == []
     assert not list(tmp_path.iterdir())
 
 
@@ -298,9 +289,9 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"no_search": True, "gptq": True, **SMALL}
-    reporter = RecordingReporter()
+    reporter = Told()
     compress(experts, tmp_path / "whole", "int4", reporter=reporter, **options)
-    assert reporter.lines[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
+    assert reporter.notes[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
     monkeypatch.setattr("openquant.calibration.run.BUDGET", 10 << 20)
     write = LayerStore.write
 

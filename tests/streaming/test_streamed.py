@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,15 +18,16 @@ import pytest
 import torch
 from greenlet import getcurrent, greenlet
 
-from conftest import change_json
+from conftest import EXAMPLE, change_json
 from openquant import dequantize
 from openquant.errors import OpenQuantError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import interleaved
+from openquant.streaming import model as model_module
 from openquant.streaming import model as module
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.meta_model import LazyTensors
-from openquant.streaming.model import StreamedModel
+from openquant.streaming.model import PassProgress, StreamedModel, limited_threads, threads_for
 from openquant.streaming.offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from support import quantized_checkpoints, small_checkpoints
 from support.conversions import Shelf
@@ -495,3 +496,38 @@ def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
         assert not streamed.model.get_submodule("model.layers.1.mlp.up_proj").weight.isnan().any()
         assert len(streamed.model.model.layers) == layers
     assert visited[2] == visited[6] > 0
+
+
+def test_tokens_count_once_they_are_through_all_layers() -> None:
+    told: list[tuple[int, int]] = []
+    progress = PassProgress({"tower": 1.0, "a": 1.0, "b": 3.0}, 100, lambda *step: told.append(step), more=7)
+    # An embedding, then two texts in each layer, of which the first goes through once before; a tower has none.
+    for unit, group in (("embedding", 2), ("a", 0), ("a", 1), ("a", 2), ("b", 1), ("b", 2)):
+        progress.layer_done(unit, group, 2)
+    progress.more_done(7)
+    assert told == [(0, 107), (0, 107), (12, 107), (25, 107), (62, 107), (100, 107), (107, 107)]
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_are_as_many_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    model = StreamedModel(open_checkpoint(EXAMPLE))
+    for tokens, cpus, threads in ((512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)):
+        monkeypatch.setattr(model_module, "available_cpus", lambda cpus=cpus: cpus)
+        assert threads_for(model, tokens) == threads, (tokens, cpus)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_the_number_is_as_before_afterwards() -> None:
+    torch.set_num_threads(3)
+    with pytest.raises(KeyError), limited_threads(2):
+        assert torch.get_num_threads() == 2
+        raise KeyError
+    assert torch.get_num_threads() == 3

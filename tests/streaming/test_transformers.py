@@ -202,11 +202,8 @@ MIXTURES = [
     ("Qwen3ForCausalLM", "tensor", {"scheme_for": ATTENTION}, True),
     ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.self_attn.*": "block"}}, False),
     ("Qwen3MoeForCausalLM", "block", {"scheme_for": EXPERTS}, True),
-    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "int4"}}, True),
-    ("Qwen3MoeForCausalLM", "block", {"ignore": ["**.experts.**"]}, True),
     ("Qwen3ForCausalLM", "block", {"tp": 2}, False),
     ("Qwen3ForCausalLM", "channel", {"quantize_lm_head": True}, True),
-    ("Qwen3ForCausalLM", "block", {"quantize_lm_head": True}, False),
 ]
 
 
