@@ -166,6 +166,7 @@ def make_menu(
     """
     plans: dict[str, Plan] = {}
     problem: PlanError | None = None
+
     for scheme in _schemes(names):
         try:
             plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity, entry)
@@ -176,15 +177,18 @@ def make_menu(
                 raise
         else:
             plans[scheme.name] = plan
+
     units = units_of(plans) if plans else []
     if not units:
         raise problem or PlanError("no scheme of weights alone fits this model", "choose one with --scheme")
+
     first = next(iter(plans))
     if plans[first].model.repeats:
         raise PlanError(
             f"{plans[first].model.name} runs its layers several times, and --fit measures a layer after its first pass",
             "choose a scheme with --scheme",
         )
+
     of_units = sum(unit.choices[first if first in unit.choices else UNQUANTIZED].nbytes for unit in units)
     return Menu(plans, units, summary.output_bytes(plans[first]) - of_units)
 
@@ -268,18 +272,23 @@ def find_frontier(units: Sequence[Sequence[tuple[int, float]]], most: int = MOST
     """
     nbytes, kl = np.zeros(1, np.int64), np.zeros(1)
     steps = []
+
     for choices in units:
         sizes, costs = np.array([size for size, _ in choices]), np.array([cost for _, cost in choices])
         all_bytes = (nbytes[:, None] + sizes).reshape(-1)
         all_kl = (kl[:, None] + costs).reshape(-1)
+
+        # Only mixtures that no smaller one beats are kept.
         order = np.lexsort((all_kl, all_bytes))
         running = np.minimum.accumulate(all_kl[order])
         best = np.r_[True, running[1:] < running[:-1]]
         kept = order[best]
+
         if len(kept) > most:
             # The last of each bin of sizes has the least KL divergence of it.
             bins = (all_bytes[kept] - all_bytes[kept[0]]) * most // (all_bytes[kept[-1]] - all_bytes[kept[0]] + 1)
             kept = kept[np.r_[bins[1:] != bins[:-1], True] | np.r_[True, np.zeros(len(kept) - 1, bool)]]
+
         nbytes, kl = all_bytes[kept], all_kl[kept]
         parent, choice = np.divmod(kept, len(choices))
         steps.append((choice.astype(np.int8), parent.astype(np.int32)))
@@ -353,10 +362,12 @@ def units_of(plans: Mapping[str, Plan]) -> list[Unit]:
     """
     first = next(iter(plans.values()))
     decisions, entry = first.decisions, first.entry
+
     groups: dict[str, dict[str, Weight]] = {}
     for module, weight in decisions.layers.items():
         key = entry.experts(module) or decisions.fused.get(module, (module,))[0]
         groups.setdefault(key, {})[module] = weight
+
     units = []
     for key, weights in groups.items():
         choices: dict[str, UnitChoice] = {}
@@ -364,10 +375,12 @@ def units_of(plans: Mapping[str, Plan]) -> list[Unit]:
             schemes = {module: plan.decisions.of(module).scheme for module in weights}
             if any(schemes.values()) and all(choice.schemes != schemes for choice in choices.values()):
                 choices[name] = _choice(weights, schemes)
+
         if choices:
             choices[UNQUANTIZED] = _choice(weights, dict.fromkeys(weights))
             is_experts = entry.experts(next(iter(weights))) == key
             units.append(Unit(weights, (f"{key}.**",) if is_experts else _patterns(weights), choices))
+
     return units
 
 
@@ -439,9 +452,11 @@ def read_budget(text: str) -> Budget:
             return Budget("bits", _positive(float(found[1])))
     except argparse.ArgumentTypeError:
         pass
+
     budget = _read_gpus(text)
     if budget is None:
         raise _unknown(text, "--fit", "no size", FORMS)
+
     if not budget.value:
         raise UsageError("how much memory a CPU has for weights is not known", "give --fit size=12.5GB")
     return budget
@@ -550,23 +565,28 @@ def weights_on_gpus(budget: Budget, plan: Plan, context: int, fp8_cache: bool) -
     if problem is not None:
         possible = ", ".join(str(gpus) for gpus, problem in problems.items() if problem is None)
         raise PlanError(f"{budget.gpus} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
+
     try:
         cache = find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
     except UnknownCache as error:
         raise PlanError(f"it is not known {error}", "give the bytes of the weights: --fit size=12.5GB") from None
+
     if not cache.divides(budget.gpus):
         raise PlanError(
             "it is not known how GPUs divide this model's KV cache", "give the bytes of the weights: --fit size=12.5GB"
         )
+
     weights = loaded_weights(plan.lines, plan.entry, output=True)
     cached = cache.sequence(allowed_context(context, cache.length), fp8_cache, budget.gpus)
     room = LoadedWeights(0, 0).room(int(budget.value), budget.gpus) - cached
+
     if room <= 0:
         raise PlanError(
             f"{budget.value / 1e9:g} GB of GPU memory leave nothing for weights: a KV cache of {context:,} tokens "
             f"takes {cached / 1e9:.1f} GB, and engines take {OVERHEAD / 1e9:g} GB",
             "name more memory, or a smaller --context",
         )
+
     unloaded = sum(line.bytes_after for line in plan.lines if line.why == MTP_LAYER)
     return (room - weights.copied) * budget.gpus + weights.copied + unloaded
 

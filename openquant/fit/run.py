@@ -124,14 +124,18 @@ def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
     by_name: dict[str, dict[str, int]] = {}
     kl: dict[str, float] = {}
     sizes: dict[str, int] = {}
+
     for number, unit in enumerate(mixtures.menu.units):
         choice = mixture[number]
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", unit.patterns[0], count=1)
+
         chosen = by_name.setdefault(name, {})
         chosen[choice] = chosen.get(choice, 0) + 1
         kl[name] = kl.get(name, 0.0) + mixtures.scores[number][choice]
         sizes[name] = sizes.get(name, 0) + unit.choices[choice].nbytes
+
     all_kl, all_bytes = sum(kl.values()) or 1.0, sum(sizes.values())
+
     for name, chosen in by_name.items():
         counts = ", ".join(f"{choice} {count}" for choice, count in sorted(chosen.items()))
         share, part = 100 * kl[name] / all_kl, 100 * sizes[name] / all_bytes
@@ -158,17 +162,21 @@ class _Choice:
         best = self.mixtures.best_uniform(nbytes)
         if best is not None:
             named[f"--scheme {best}"] = self.menu.uniform(best)
+
         self.reporter.on_note(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
         records = self.session.measure(self.corpus, list(named.values()))
         for (name, mixture), found in zip(named.items(), records, strict=True):
             self._report(name, mixture, found)
+
         if best is None:
             return named["the mixture"]
+
         # By document; below zero where the mixture is closer to the source.
         differences = [mixed.kl - single.kl for mixed, single in zip(*records, strict=True)]
         interval = bootstrap_interval(differences, 0)
         if interval is not None and interval[1] < 0:
             return named["the mixture"]
+
         self.reporter.on_note(f"--fit: the mixture is not better beyond chance, so --scheme {best} is taken")
         return named[f"--scheme {best}"]
 
@@ -180,18 +188,23 @@ class _Choice:
         """
         # Measured over predicted: it depends on the texts, and hardly on the mixture.
         factor, found, aim = 1.0, None, kl
+
         for _ in range(ROUNDS):
             mixture = self.mixtures.smallest(aim / factor)
             [records] = self.session.measure(self.corpus, [mixture])
             measured = mean_kl(records)
             self._report("the mixture", mixture, records)
+
             if measured <= kl and (found is None or self.menu.size(mixture) < self.menu.size(found)):
                 found = mixture
+
             if CLOSE_ENOUGH * kl <= measured <= kl:
                 break
+
             factor = max(measured, SMALLEST) / max(self.mixtures.predict(mixture), SMALLEST)
             # In the middle of what is close enough: what aims at the limit misses it half the time.
             aim = (1 + CLOSE_ENOUGH) / 2 * kl
+
         if found is None:
             raise PlanError(f"{ROUNDS} mixtures were measured, and none has a KL of {kl:g}", "give a larger kl=")
         return found
@@ -241,12 +254,14 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
     """
     if budget.kind == "kl":
         return None
+
     if budget.kind == "bits":
         limit = menu.bytes_of_bits(budget.value)
     elif budget.kind == "size":
         limit = int(budget.value)
     else:
         limit = weights_on_gpus(budget, menu.plan, fit.context, options.fp8_kv_cache)
+
     smallest, largest = menu.smallest, menu.largest
     if limit < smallest:
         raise PlanError(
@@ -254,12 +269,14 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
             f"{smallest / 1e9:.3g} GB ({bits_per_weight(menu.units, smallest - menu.fixed):.2f} bits a weight)",
             "give more, name --candidates of fewer bits (int3), or add --quantize-lm-head, unless the head is tied",
         )
+
     if limit >= largest:
         raise PlanError(
             f"--fit {fit.fit} leaves {limit / 1e9:.3g} GB for weights, and the unquantized ones take "
             f"{largest / 1e9:.3g} GB",
             "serve the model as it is, or give a smaller budget, such as --fit 5.0bits",
         )
+
     return limit
 
 

@@ -172,6 +172,7 @@ def run_interleaved(
         [_SuspendedPass(forward_pass, at, number) for number, forward_pass in enumerate(batch)]
         for at, batch in enumerate(batches)
     ]
+
     run = _Run(
         suspended_batches,
         finished=finished,
@@ -182,6 +183,7 @@ def run_interleaved(
         checkpoint=checkpoint,
         recompute=recompute or (lambda _: False),
     )
+
     with memory_used_again(), transformers_internals.quiet_transformers(), torch.inference_mode(), run.driver:
         try:
             run.run()
