@@ -48,8 +48,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_gptq_halves_the_loss(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "nearest", "int4")
-    compress(EXAMPLE, tmp_path / "gptq", "int4", gptq=True, samples=8, length=256)
-    found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], EXAMPLE, samples=4, length=128, no_prompts=True)
+    compress(EXAMPLE, tmp_path / "gptq", "int4", gptq=True, samples=8, length=128)
+    found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], EXAMPLE, samples=4, length=96, no_prompts=True)
     nearest, gptq_rounded = (output["kl"]["mean"] for output in found.outputs)
     assert gptq_rounded < 0.6 * nearest
 

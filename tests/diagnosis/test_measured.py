@@ -33,9 +33,7 @@ def test_the_figures_are_those_of_the_results() -> None:
 
 def test_what_lost_less_at_about_the_same_size(example: Path, subtests: pytest.Subtests) -> None:
     for scheme, expected in [
-        ("tensor", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
-        ("int8-weights", []),
         ("nvfp4", ["--scheme nvfp4 --gptq", "--scheme int5", "--scheme int4 --awq --gptq", "--scheme int4 --gptq"]),
         (
             "int4",
@@ -69,7 +67,7 @@ def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
 def test_options_that_read_texts_can_be_typed(
     tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
-    for options in ("--scheme int4 --awq --gptq", "--scheme int8 --smooth 0.5"):
+    for options in ("--scheme int4 --awq --gptq",):
         with subtests.test(options=options):
             root = tmp_path_factory.mktemp("row")
             output = root / "out"

@@ -30,7 +30,7 @@ from openquant.streaming.offload import OffloadFile
 from support import small_checkpoints
 
 Tensors = dict[str, torch.Tensor]
-ROUNDED = ("tensor", "channel", "block", "mxfp8", "int8", "nvfp4-w4a4")
+ROUNDED = ("tensor", "channel", "block", "int8", "nvfp4-w4a4")
 WEIGHTS_ONLY = ("int8-weights", "nvfp4", "mxfp4")
 SCHEMES = (*ROUNDED, *WEIGHTS_ONLY)
 

@@ -504,8 +504,8 @@ def test_a_hostile_config_is_no_crash(tmp_path: Path, subtests: pytest.Subtests)
         ({"layer_types": [None, 3]}, None),
     ]
     for number, (config, unknown) in enumerate(rows):
-        root = qwen(tmp_path / str(number), layers=8, **config)
-        for gpu in (None, "4090", "2xA100-80"):
+        root = qwen(tmp_path / str(number), layers=2, **config)
+        for gpu in (None, "2xA100-80"):
             with subtests.test(config=config, gpu=gpu):
                 try:
                     found = fit_table(root, gpu, context="8k")

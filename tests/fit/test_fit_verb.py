@@ -397,18 +397,6 @@ def test_scoring_that_is_killed_continues_and_gives_the_same_scores(
     assert not list(tmp_path.glob("*.part*"))
 
 
-@pytest.mark.usefixtures("few")
-def test_the_schemes_that_it_may_choose_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """FP8 layers have their activations in FP8 too, so that GPUs multiply in it."""
-    out = tmp_path / "out"
-    named = ("--candidates", "nvfp4,channel", "--for", "vllm")
-    err = said(capsys, "compress", "-m", EXAMPLE, "-o", out, "--fit", "6bits", *named)
-    assert "--fit: scoring 16 units in nvfp4, channel with " in err
-    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
-    assert {group["format"] for group in groups.values()} == {"nvfp4-pack-quantized", "float-quantized"}
-    assert not verify(out, EXAMPLE, full=True).problems
-
-
 def test_layers_with_one_scheme_are_one_pattern() -> None:
     patterns = ["a.0.{q,k}", "a.11.{q,k}", "a.0.o", "a.2.{q,k}", "head", "b.1.experts.3.up", "b.2.experts.3.up"]
     assert joined_patterns(patterns) == ["a.{0,2,11}.{q,k}", "a.0.o", "head", "b.{1,2}.experts.3.up"]

@@ -81,7 +81,7 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
             "calibrate": ["calibrate", wide, "-o", out, *TEXTS],
             "fit": ["compress", "-m", wide, "-o", out, "--fit", "6bits", "--gptq", *TEXTS],
             "search": ["fit", wide, "--search"],
-            "eval": ["eval", stored, "--source", wide, "--out", out, *TEXTS],
+            "eval": ["eval", stored, "--source", wide, "--out", out, *TEXTS, "--no-prompts"],
         }[verb]
     ]
 
