@@ -46,7 +46,7 @@ from support.reporters import Told
 from support.representatives import in_all_ways
 
 DOWN = "model.layers.0.mlp.down_proj"
-FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
+FULL = in_all_ways([TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4])
 
 
 def model(root: Path, **layers: torch.Tensor) -> Path:

@@ -116,8 +116,7 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     # Not in what others made, unless asked.
     assert (output / "eval.json").exists() and not (other / "eval.json").exists()
     (output / "eval.json").unlink()
-    (tmp_path / "prompts").write_text("import\n")
-    more = ("--json", "--out", tmp_path / "all.json", "--fail-above", "0.0000001", "--prompts", tmp_path / "prompts")
+    more = ("--json", "--out", tmp_path / "all.json", "--no-prompts", "--fail-above", "0.0000001")
     code, stdout, stderr = run_main(capsys, *words, *more)
     found = json.loads(stdout)
     above = [
@@ -130,19 +129,19 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     assert found == json.loads((tmp_path / "all.json").read_text())
     assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
     largest = max(each["kl"]["mean"] for each in found["outputs"])
-    code, _, stderr = run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}", "--no-prompts")
+    code, _, stderr = run_main(capsys, *words, *more[:-1], f"{1.01 * largest:.15f}")
     assert code == 0 and "above" not in stderr
     assert not (output / "eval.json").exists()
 
 
 def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("def main():\n    return 0\n" * 400)
-    (tmp_path / "prompts.txt").write_text("import os\nclass A\x1b[31m:\n")
+    (tmp_path / "prompts.txt").write_text("class A\x1b[31m:\n")
     found = evaluate(
         [output], EXAMPLE, text=[tmp_path / "mine.txt"], prompts=tmp_path / "prompts.txt", **SMALL
     ).outputs[0]
     assert found["text"]["files"] == ["mine.txt"]
-    assert [text["prompt"] for text in found["texts"]] == ["import os", "class A\x1b[31m:"]
+    assert [text["prompt"] for text in found["texts"]] == ["class A\x1b[31m:"]
 
 
 def test_prompts_can_be_left_out(
