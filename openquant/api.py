@@ -33,7 +33,7 @@ from .files.destination import (
     read_journal,
 )
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
-from .fit.menu import refuse_options
+from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
 )

@@ -26,7 +26,7 @@ from openquant.files.checkpoint import (
     refuse_without_weights,
 )
 from openquant.files.model_files import SINGLE_FILE
-from openquant.fit.menu import read_budget, refuse_options, weights_on_gpus
+from openquant.fit.budget import read_budget, refuse_options, weights_on_gpus
 from openquant.fit.table import table_of
 from openquant.formats.hardware import GPUS
 from openquant.formats.names import SCHEME_NAMES

@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from ..errors import OpenQuantError, UsageError
-from ..fit.menu import read_budget
+from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, is_local, make_sections, push_words
