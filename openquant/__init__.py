@@ -21,7 +21,7 @@ _EXPORTED = {
     "evaluation.run": ("evaluate",),
     "evaluation.types": ("OutputEvaluation",),
     "files.destination": ("DiskSpace",),
-    "fit.search": ("search_mixtures",),
+    "fit.run": ("search_mixtures",),
     "fit.table": ("FitTable", "SearchResult", "fit_table"),
     "formats.names": ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"),
     "hub.error_mapping": ("NotFound", "PushError", "Unreachable"),

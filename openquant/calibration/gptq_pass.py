@@ -48,8 +48,7 @@ from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
-from ..streaming.hooks import ExpertWeights, ModuleHooks
-from ..streaming.interleaved import run_with_hooks
+from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
@@ -119,14 +118,11 @@ def round_layers(
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
     rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store)
 
-    def body(ids: Tensor) -> None:
-        model.model(input_ids=ids[None], use_cache=False)
-
     run_with_hooks(
         model,
         corpus,
         range(len(corpus.documents)),
-        body,
+        model.logits,
         observer,
         until=list(parts)[-1],
         after_unit=rounder.after_unit,
@@ -242,9 +238,11 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
             f"the inputs of {hessian.weights[0][0].source.name} are not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
+
     # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
     propagations: dict[bytes, ErrorPropagation] = {}
     absmax_of_all = shared_absmax(hessian.weights, reader)
+
     for weight, scheme in hessian.weights:
         columns = weight.transform.columns if weight.transform is not None else None
         key = b"" if columns is None else columns.tobytes()
@@ -298,31 +296,38 @@ def _round_weight(
     """
     fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
     global_scale = choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
+
     codes: list[Any] = []
     scales: list[Any] = []
     zero_points: list[Any] = []
+
     for bits in _row_blocks(reader, weight, fmt.height):
         group_absmax = absmax_of_all
         if not fmt.shared:
             group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
             require_in_range(weight, group_absmax, scheme, reader.where)
+
         scale, zero_point = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops)
         if not fmt.shared or not scales:
             scales.append(np.asarray(fmt.encode_scales(scale, global_scale)))
         if zero_point is not None:
             zero_points.append(pack_words(fmt.number.encode(zero_point), fmt.number))
+
         values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)
         shift = None if zero_point is None else torch.from_numpy(zero_point).to(device)
         quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift)
+
         block = fmt.number.encode(quotients.cpu().numpy())
         stored = np.empty((len(block), fmt.number.nbytes(block.shape[1])), np.uint8)
         pack(block, stored, fmt.number)
         codes.append(stored)
+
     arrays = {fmt.codes: codes, fmt.scale.name: scales}
     if fmt.zero_point is not None:
         arrays[fmt.zero_point] = zero_points
     if fmt.global_scale is not None:
         arrays[fmt.global_scale.name] = [global_scale]
+
     for info in rounded_tensors(weight, scheme):
         blocks = arrays[info.name.removeprefix(f"{weight.module}.")]
         yield info, np.concatenate([block.reshape(-1).view(np.uint8) for block in blocks])
@@ -505,6 +510,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
         """
         if isinstance(into, Hessian):
             self._once(id(into), values, lambda: into.add(values))
+
         elif (routing := self._routed[place]) is not None:
             rows = values.reshape(-1, values.shape[-1])
             if into.moe_hessian is None:
@@ -512,6 +518,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
                     if expert in into.by_expert:
                         into.by_expert[expert].add(expert_rows)
                 return values
+
             into.moe_hessian.add(rows)
             for expert, hessian in into.by_expert.items():
                 # Selecting an expert's rows takes time.

@@ -21,9 +21,7 @@ from ..data.corpus import Corpus
 from ..distributed import Ranks
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
-from ..streaming import transformers_internals
-from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
-from ..streaming.interleaved import run_with_hooks
+from ..streaming.interleaved import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts, run_with_hooks
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
@@ -212,13 +210,8 @@ def observe_inputs(
         for statistics in by_layer.get(unit, ()):
             _require_finite(statistics)
 
-    def body(ids: Tensor) -> None:
-        cache = CacheObserver(model.model.config, caches) if caches else None
-        model.model(
-            input_ids=ids[None],
-            use_cache=cache is not None,
-            **{transformers_internals.cache_argument(model.model): cache},
-        )
+    def body(ids: Tensor) -> Tensor:
+        return model.logits(ids, CacheObserver(model.model.config, caches) if caches else None)
 
     documents = documents_of_rank(len(corpus.documents), ranks)
     run_with_hooks(

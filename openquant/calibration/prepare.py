@@ -216,18 +216,22 @@ def smoothing_transforms(
     usable = usable_mappings(plan)
     if usable.mappings:
         reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
+
     outcomes = _ScaleSearch(prepared, usable.mappings, choose, reporter).run(ranks)
     parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
+
     unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
     for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
         if isinstance(outcome, str):
             unused.setdefault(outcome, []).append(mapping.smooth_layer)
+
     total = len(outcomes) + sum(map(len, usable.unused.values()))
     if not total:
         notes = [f"{name} changes nothing: no smoothing mappings of {plan.model.name} are known"]
     else:
         notes = [f"{name}: inputs are divided by powers of two in {len(parts)} of {total} smoothing mappings"]
     notes += [f"no smoothing at {', '.join(collapse(layers))}: {reason}" for reason, layers in unused.items()]
+
     transforms = combine_transforms(parts, plan)
     title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
     return WeightTransforms(transforms.weights, transforms.tensors, tuple(notes), title)

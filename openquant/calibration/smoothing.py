@@ -315,16 +315,19 @@ def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> Weight
     columns: dict[str, Floats] = {}
     rows: dict[str, Floats] = {}
     tensors: dict[str, bytes] = {}
+
     for mapping, scale, new_tensors in parts:
         tensors |= new_tensors
         # One array for all balance_layers: a layer may have hundreds of experts.
         factors = mapping.column_factors(scale)
         for module in mapping.balance_layers:
             columns[module] = columns[module] * factors if module in columns else factors
+
         weight = plan.layers.get(mapping.smooth_layer)
         if weight is not None:
             divisors = rows.setdefault(mapping.smooth_layer, np.ones(weight.shape[0], np.float32))
             divisors[mapping.first_row : mapping.first_row + mapping.channels] *= scale
+
     modules = dict.fromkeys([*columns, *rows])
     return WeightTransforms(
         {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors
@@ -380,9 +383,11 @@ def find_smoothing_mappings(
     for rule in model.smoothing:
         [pattern] = absolute_patterns(model, [rule.smooth_layer])
         smooth_layer = compile_pattern(pattern)
+
         # By the parts of a name that `*` stands for, as many as the smooth_layer's pattern has.
         balance_layers: dict[tuple[str, ...], list[str]] = {}
         expressions = [compile_pattern(pattern) for pattern in absolute_patterns(model, rule.balance_layers)]
+
         for module in shapes:
             for expression in expressions:
                 if match := expression.fullmatch(module):
@@ -392,6 +397,7 @@ def find_smoothing_mappings(
             if match and (readers := balance_layers.get(match.groups())):
                 mapping = _make_mapping(model, rule, module, tuple(readers), shapes, config)
                 mappings += [mapping] if mapping else []
+
     return tuple(mappings)
 
 
@@ -407,6 +413,7 @@ def _make_mapping(
     rows, width = shapes[smooth_layer][0], shapes[balance_layers[0]][-1]
     if any(len(shapes[layer]) != 2 or shapes[layer][1] != width for layer in balance_layers):
         return None
+
     channels = rows
     if rule.last:
         splits = (
@@ -418,12 +425,14 @@ def _make_mapping(
         if share is None or rows % share[1]:
             return None
         channels = rows // share[1] * share[0]
+
     head_dim, repeats = channels, 1
     if rule.heads is not None:
         heads = config.get(rule.heads) or config.get("num_attention_heads")
         if type(heads) is not int or heads < 1 or channels % heads or width % channels:
             return None
         head_dim, repeats = channels // heads, width // channels
+
     if channels * repeats != width:
         return None
     return SmoothingMapping(smooth_layer, balance_layers, channels, rows - channels, rule.offset, head_dim, repeats)
@@ -493,6 +502,7 @@ def smoothquant_scale(
             number of inputs.
     """
     layers = []
+
     for module in mapping.balance_layers:
         # Unquantized ones, such as a router, lose nothing.
         if (weight := plan.layers.get(module)) is None:
@@ -504,16 +514,20 @@ def smoothquant_scale(
         if inputs is None:
             return "the calibration has no inputs of a layer"
         layers.append(_read_layer(weight, inputs, reader))
+
     if not layers:
         return "no balance layer is quantized"
+
     input_absmax = mapping.channel_max(np.max([layer.inputs.absmax for layer in layers], axis=0))
     weight_absmax = mapping.channel_max(np.max([layer.column_absmax for layer in layers], axis=0))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ideal = input_absmax**exponent / weight_absmax ** (1 - exponent)
     ideal[(input_absmax == 0) | (weight_absmax == 0)] = 0
+
     scale = without_zero_rows(mapping, nearest_powers_of_two(ideal), plan, reader)
     if (scale == 1).all():
         return "all scales would be 1"
+
     factors = mapping.column_factors(scale)
     before = sum(layer.error(np.ones_like(factors), layer.row_absmax_squares) for layer in layers)
     after = sum(layer.error(factors, _row_absmax_squares(layer.weight, factors, reader)) for layer in layers)
@@ -620,8 +634,10 @@ def awq_scale(mapping: SmoothingMapping, reader: Reader, plan: Plan, calibration
     weights = [plan.layers[module] for module in mapping.balance_layers if module in plan.layers]
     if not weights:
         return "no balance layer is quantized"
+
     max_rows = rows_per_layer(len(weights))
     samples, means = [], []
+
     for weight in weights:
         scheme, inputs = plan.decisions.of(weight.module).scheme, statistics_of(weight, calibration)
         if scheme is None or scheme.group_size is None:
@@ -631,9 +647,11 @@ def awq_scale(mapping: SmoothingMapping, reader: Reader, plan: Plan, calibration
         rows = sample_rows(weight, reader, max_rows)
         samples.append(SampledRows(rows, inputs.square, scheme, weight.shape[0] / len(rows)))
         means.append(inputs.mean)
+
     # Weights that are, or become, infinite or NaN have no lower error, so that no scale is chosen for them.
     with np.errstate(over="ignore", invalid="ignore"):
         scale = search_scale(mapping, samples, np.mean(means, axis=0))
+
     if scale is None:
         return "the layers' estimated error would not be lower"
     return without_zero_rows(mapping, scale, plan, reader)

@@ -373,7 +373,7 @@ def _fit(call: Call) -> int:
 
 
 def _search(call: Call) -> int:
-    from ..fit.search import search_mixtures
+    from ..fit.run import search_mixtures
     from ..report.fit import frontier_text
 
     command = call.command

@@ -1,11 +1,9 @@
 """Reads texts, and turns them into tokens with the model's own tokenizer and chat template.
 
-domains    where texts come from: files, datasets, the standard library of Python
+domains    where texts come from: files, datasets, the standard library of Python; prompts that a model continues
 corpus     texts as documents of equally many tokens; those for evaluation and for calibration never overlap
-prompts    texts that a model continues
 tasks      questions of tasks, from files of one's own or made and scored by lm-eval
-tokenizer  a checkpoint's tokenizer
-sandbox    runs chat templates that came with a checkpoint in a subprocess with limits
+tokenizer  a checkpoint's tokenizer; chat templates that came with it, run in a subprocess with limits
 
 load_tokenizer(Path("Qwen3-8B")).encode("Some text")      # [8373, 1467]
 """

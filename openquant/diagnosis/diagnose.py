@@ -409,6 +409,7 @@ class WeightRanges:
         fmt = scheme.format
         height, width = fmt.group
         group: Group = fmt.group
+
         if fmt.shared:
             absmax = shared_absmax
         elif fmt in self._grids:
@@ -418,6 +419,7 @@ class WeightRanges:
             absmax = self._grids[fmt][0][rows.indices // (height or 1)]
         else:
             absmax = self._loops.absmax(rows.bits, self.weight.dtype, fmt.group)
+
         global_scale = None
         if fmt.global_scale is not None:
             global_scale = choose_shared_scale(fmt, shared_absmax)

@@ -3,8 +3,8 @@
 run                  evaluate(): opens source and outputs, compares them, writes eval.json
 compare              runs source, noise floor and outputs unit by unit over the same texts
 kl                   KL divergence and other figures at each position of a document, and their means and intervals
-as_served            an output as engines serve it: decoded weights, rounded activations, FP8 KV cache
-generate             greedy continuations of prompts by source and output, and where they differ
+as_served            an output as engines serve it: decoded weights, rounded activations, FP8 KV cache; greedy
+                     continuations of prompts by source and output, and where they differ
 task_passes          multiple-choice questions as token ids, run among the texts; what eval.json has of tasks:
                      accuracies, intervals, paired tests
 verdict              how weights differ from the source's, and the layers that stand out

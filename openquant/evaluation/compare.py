@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.corpus import Corpus
-from ..data.prompts import Prompt
+from ..data.domains import Prompt
 from ..errors import naming
 from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, run_interleaved
@@ -42,8 +42,7 @@ from ..streaming.model import (
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
-from .as_served import ServedModel, logits
-from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
+from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer, teacher_forced
 from .kl import compare_logits
 from .results import (
     Evaluation,
@@ -306,29 +305,25 @@ class _Comparison:
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
         """Return all passes of a document, by number."""
         ids = torch.tensor(self.corpus.documents[document].ids, device=self.settings.device)
-        body = partial(logits, self.model, ids)
-        noise = self.noise.drawn_from(self.generators[document])
+        body = partial(self.model.logits, ids)
+        noise = partial(self.noise.drawn_from, self.generators[document])
         passes = [ForwardPass(self.model, body), ForwardPass(self.model, body, noise)]
         for output in self.outputs:
             passes += output.served.passes(ids)
         return [
-            ForwardPass(forward.model, forward.body, self._compare_around(number, forward.around))
+            ForwardPass(forward.model, forward.body, partial(self._compare_around, number, forward.around))
             for number, forward in enumerate(passes)
         ]
 
-    def _compare_around(
-        self, number: int, inner: Callable[[], AbstractContextManager[Any]]
-    ) -> Callable[[], AbstractContextManager[Any]]:
-        @contextmanager
-        def around() -> Iterator[None]:
-            self.measurements.routes.pass_number = number
-            try:
-                with products_in_float32(self.settings.device), inner():
-                    yield
-            finally:
-                self.measurements.routes.pass_number = None
-
-        return around
+    @contextmanager
+    def _compare_around(self, number: int, inner: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Count routes for a pass while one of its units is computed."""
+        self.measurements.routes.pass_number = number
+        try:
+            with products_in_float32(self.settings.device), inner():
+                yield
+        finally:
+            self.measurements.routes.pass_number = None
 
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
         if group >= len(self.local_documents):
@@ -409,23 +404,19 @@ class RoundingNoise:
             # Not a hook: hidden states must have the noise before other hooks compare them.
             module.forward = self._noisy(module.forward)
 
-    def drawn_from(self, generator: torch.Generator) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes contexts in which noise is added, for `ForwardPass.around`.
+    @contextmanager
+    def drawn_from(self, generator: torch.Generator) -> Iterator[None]:
+        """Add noise while the context is entered.
 
         Args:
             generator: draws the noise, on the CPU. Give each pass its own: then its noise depends on the generator's
                 seed alone, not on other passes.
         """
-
-        @contextmanager
-        def on() -> Iterator[None]:
-            self._generator = generator
-            try:
-                yield
-            finally:
-                self._generator = None
-
-        return on
+        self._generator = generator
+        try:
+            yield
+        finally:
+            self._generator = None
 
     def _noisy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def noisy(*args: Any, **kwargs: Any) -> Any:

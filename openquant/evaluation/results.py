@@ -42,7 +42,7 @@ from ..errors import UsageError
 from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import WeightFacts
-from ..streaming.hooks import holds_experts
+from ..streaming.interleaved import holds_experts
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint

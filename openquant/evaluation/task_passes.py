@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -177,14 +177,11 @@ class TaskPasses:
     def of_pack(self, number: int) -> list[ForwardPass[Tensor]]:
         """Return the passes of a pack of this process: the source, then each output as engines serve it."""
         pack = self.packs[number]
-
-        def source_around() -> AbstractContextManager[Any]:
-            return products_in_float32(self._source.device)
-
-        passes = [ForwardPass(self._source, partial(_logits, self._source, pack, lambda: None), source_around)]
+        exact = partial(products_in_float32, self._source.device)
+        passes = [ForwardPass(self._source, partial(_logits, self._source, pack, lambda: None), exact)]
         for served in self._outputs:
             body = partial(_logits, served.model, pack, served.text_cache)
-            passes.append(ForwardPass(served.model, body, _round_uncounted(served)))
+            passes.append(ForwardPass(served.model, body, partial(_round_uncounted, served)))
         return passes
 
     def score(self, number: int, model: int, logits: Tensor) -> None:
@@ -201,15 +198,11 @@ def _logits(model: StreamedModel, pack: Pack, cache: Callable[[], Any]) -> Tenso
     return packed_logits(model.model, pack, model.device, cache())
 
 
-def _round_uncounted(served: ServedModel) -> Callable[[], AbstractContextManager[Any]]:
+@contextmanager
+def _round_uncounted(served: ServedModel) -> Iterator[None]:
     """Round activations as served, without counting what static scales clip: figures of texts stay as they are."""
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        with served.clipped.pause(), served.round_inputs():
-            yield
-
-    return around
+    with served.clipped.pause(), served.round_inputs():
+        yield
 
 
 # Keys of config.json that say the longest sequence; and its length if nothing says it: lm_eval/models/huggingface.py.

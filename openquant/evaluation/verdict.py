@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ..formats.format import Format, Group, grid_of
+from ..formats.format import Format, grid_of
 from ..formats.reference import choose_unsearched_scales, decode, encode, group_absmax, group_global_scale
 from ..formats.schemes import SCHEMES
 from ..weights.quant_error import ERROR_MOVED, FEW_WEIGHTS, MOVED, OTHER_WEIGHTS, ROUNDED, WRONG_SCALE
@@ -359,12 +359,12 @@ def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tup
 
     for start in range(0, len(source), step):
         weight, output_weight = source[start : start + step].float(), output[start : start + step].float()
-        group: Group = (height if height else len(weight), width if width else weight.shape[1])
+        group = (height or len(weight), width or weight.shape[1])
         weight, output_weight = _pad(weight, group), _pad(output_weight, group)
 
         piece_fmt = replace(fmt, group=group)
         scale, zero_point = choose_unsearched_scales(weight, piece_fmt, largest if fmt.shared else None, divisor)
-        rounded = _round_trip(weight, scale, zero_point, piece_fmt)
+        rounded = _round_trip(weight, scale, zero_point, piece_fmt, group)
 
         error, rounding_error = output_weight - weight, rounded - weight
 
@@ -376,29 +376,28 @@ def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tup
         )
 
 
-def _round_trip(weight: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+def _round_trip(
+    weight: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, group: tuple[int, int]
+) -> Tensor:
     """Encode float32 weights [out, in] and decode them again."""
-    rows, cols = fmt.group
-    assert rows is not None and cols is not None
     if fmt.number in _TORCH_NUMBERS:
         return decode(encode(weight, scale, fmt, zero_point), scale, fmt, zero_point)
-    scales = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: weight.shape[0], : weight.shape[1]]
+    scales = scale.repeat_interleave(group[0], 0).repeat_interleave(group[1], 1)
+    scales = scales[: weight.shape[0], : weight.shape[1]]
     codes = fmt.number.encode((weight / scales).contiguous().cpu().numpy())
     return torch.from_numpy(fmt.number.decode(codes)).to(weight.device) * scales
 
 
-def _pad(weight: Tensor, group: Group) -> Tensor:
+def _pad(weight: Tensor, group: tuple[int, int]) -> Tensor:
     """Pad with zeros to whole groups."""
     rows, cols = group
-    assert rows is not None and cols is not None
     down, along = -weight.shape[0] % rows, -weight.shape[1] % cols
     return nn.functional.pad(weight, (0, along, 0, down)) if down or along else weight
 
 
-def _group_sums(values: Tensor, group: Group) -> Tensor:
+def _group_sums(values: Tensor, group: tuple[int, int]) -> Tensor:
     """Sum each group of [out, in]; returns float64 [groups] on the CPU, row by row."""
     rows, cols = group
-    assert rows is not None and cols is not None
     grid = values.reshape(values.shape[0] // rows, rows, values.shape[1] // cols, cols)
     # A sum of at most CHUNK values is exact enough in float32; float64 takes several times as long.
     return grid.sum((1, 3)).double().flatten().cpu()

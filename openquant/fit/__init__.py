@@ -7,8 +7,7 @@
 | `menu` | units of layers that need one scheme, the schemes that may be chosen, the best mixtures of all sizes |
 | `scores` | runs texts with one unit quantized at a time: the KL divergence that each choice costs |
 | `session` | runs texts through the model, and keeps the scores |
-| `run` | `compress --fit`: choice, check on other texts, and the options that the choice stands for |
-| `search` | `openquant fit --search`: size and KL divergence of mixtures of all sizes |
+| `run` | `compress --fit`: choice, check on other texts, its options; `fit --search`: mixtures of all sizes |
 
     openquant fit Qwen/Qwen3-32B --gpu 4090 --context 32k
     openquant fit Qwen/Qwen3-32B --gpu 4090 --search

@@ -69,9 +69,11 @@ def read_budget(text: str) -> Budget:
             return Budget("bits", _positive(float(found[1])))
     except argparse.ArgumentTypeError:
         pass
+
     budget = _read_gpus(text)
     if budget is None:
         raise _unknown(text, "--fit", "no size", FORMS)
+
     if not budget.value:
         raise UsageError("how much memory a CPU has for weights is not known", "give --fit size=12.5GB")
     return budget
@@ -180,23 +182,28 @@ def weights_on_gpus(budget: Budget, plan: Plan, context: int, fp8_cache: bool) -
     if problem is not None:
         possible = ", ".join(str(gpus) for gpus, problem in problems.items() if problem is None)
         raise PlanError(f"{budget.gpus} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
+
     try:
         cache = find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
     except UnknownCache as error:
         raise PlanError(f"it is not known {error}", "give the bytes of the weights: --fit size=12.5GB") from None
+
     if not cache.divides(budget.gpus):
         raise PlanError(
             "it is not known how GPUs divide this model's KV cache", "give the bytes of the weights: --fit size=12.5GB"
         )
+
     weights = loaded_weights(plan.lines, plan.entry, output=True)
     cached = cache.sequence(allowed_context(context, cache.length), fp8_cache, budget.gpus)
     room = LoadedWeights(0, 0).room(int(budget.value), budget.gpus) - cached
+
     if room <= 0:
         raise PlanError(
             f"{budget.value / 1e9:g} GB of GPU memory leave nothing for weights: a KV cache of {context:,} tokens "
             f"takes {cached / 1e9:.1f} GB, and engines take {OVERHEAD / 1e9:g} GB",
             "name more memory, or a smaller --context",
         )
+
     unloaded = sum(line.bytes_after for line in plan.lines if line.why == MTP_LAYER)
     return (room - weights.copied) * budget.gpus + weights.copied + unloaded
 

@@ -149,6 +149,7 @@ def make_menu(
     """
     plans: dict[str, Plan] = {}
     problem: PlanError | None = None
+
     for scheme in _schemes(names):
         try:
             plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity, entry)
@@ -159,15 +160,18 @@ def make_menu(
                 raise
         else:
             plans[scheme.name] = plan
+
     units = units_of(plans) if plans else []
     if not units:
         raise problem or PlanError("no scheme of weights alone fits this model", "choose one with --scheme")
+
     first = next(iter(plans))
     if plans[first].model.repeats:
         raise PlanError(
             f"{plans[first].model.name} runs its layers several times, and --fit measures a layer after its first pass",
             "choose a scheme with --scheme",
         )
+
     of_units = sum(unit.choices[first if first in unit.choices else UNQUANTIZED].nbytes for unit in units)
     return Menu(plans, units, summary.output_bytes(plans[first]) - of_units)
 
@@ -251,18 +255,23 @@ def find_frontier(units: Sequence[Sequence[tuple[int, float]]], most: int = MOST
     """
     nbytes, kl = np.zeros(1, np.int64), np.zeros(1)
     steps = []
+
     for choices in units:
         sizes, costs = np.array([size for size, _ in choices]), np.array([cost for _, cost in choices])
         all_bytes = (nbytes[:, None] + sizes).reshape(-1)
         all_kl = (kl[:, None] + costs).reshape(-1)
+
+        # Only mixtures that no smaller one beats are kept.
         order = np.lexsort((all_kl, all_bytes))
         running = np.minimum.accumulate(all_kl[order])
         best = np.r_[True, running[1:] < running[:-1]]
         kept = order[best]
+
         if len(kept) > most:
             # The last of each bin of sizes has the least KL divergence of it.
             bins = (all_bytes[kept] - all_bytes[kept[0]]) * most // (all_bytes[kept[-1]] - all_bytes[kept[0]] + 1)
             kept = kept[np.r_[bins[1:] != bins[:-1], True] | np.r_[True, np.zeros(len(kept) - 1, bool)]]
+
         nbytes, kl = all_bytes[kept], all_kl[kept]
         parent, choice = np.divmod(kept, len(choices))
         steps.append((choice.astype(np.int8), parent.astype(np.int32)))
@@ -336,10 +345,12 @@ def units_of(plans: Mapping[str, Plan]) -> list[Unit]:
     """
     first = next(iter(plans.values()))
     decisions, entry = first.decisions, first.entry
+
     groups: dict[str, dict[str, Weight]] = {}
     for module, weight in decisions.layers.items():
         key = entry.experts(module) or decisions.fused.get(module, (module,))[0]
         groups.setdefault(key, {})[module] = weight
+
     units = []
     for key, weights in groups.items():
         choices: dict[str, UnitChoice] = {}
@@ -347,10 +358,12 @@ def units_of(plans: Mapping[str, Plan]) -> list[Unit]:
             schemes = {module: plan.decisions.of(module).scheme for module in weights}
             if any(schemes.values()) and all(choice.schemes != schemes for choice in choices.values()):
                 choices[name] = _choice(weights, schemes)
+
         if choices:
             choices[UNQUANTIZED] = _choice(weights, dict.fromkeys(weights))
             is_experts = entry.experts(next(iter(weights))) == key
             units.append(Unit(weights, (f"{key}.**",) if is_experts else _patterns(weights), choices))
+
     return units
 
 

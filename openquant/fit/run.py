@@ -2,13 +2,23 @@
 
 Scores come from a few short texts. The chosen mixture and the best single scheme that fits are then compared on other
 texts, and the single scheme is taken unless the mixture is closer to the source by more than chance.
+
+`openquant fit --search`: size and KL divergence of mixtures and of single schemes, measured on the model itself.
+
+    found = search_mixtures("Qwen/Qwen3-32B", "4090")
+    [(point.name, point.bytes, point.kl) for point in found.points]
+
+Tables, pages and cards show these points.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +28,21 @@ from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, output_directory, prepare
-from ..options import FitOptions, Recipe
+from ..options import FitOptions, Recipe, Run, Search, Texts, verb
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..recipes import Request
 from ..result import Reporter
-from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
+from ..streaming.memory import memory_left
+from .budget import Budget, read_budget, read_gpus, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
-from .search import Points, mixtures_of_sizes
 from .session import Session
-from .table import Point, SearchResult
+from .table import Point, SearchResult, words_of_options
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
+    from ..hub.source import Source
+
 
 # How often a mixture is chosen anew for a KL divergence.
 ROUNDS = 3
@@ -101,14 +113,18 @@ def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
     by_name: dict[str, dict[str, int]] = {}
     kl: dict[str, float] = {}
     sizes: dict[str, int] = {}
+
     for number, unit in enumerate(mixtures.menu.units):
         choice = mixture[number]
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", unit.patterns[0], count=1)
+
         chosen = by_name.setdefault(name, {})
         chosen[choice] = chosen.get(choice, 0) + 1
         kl[name] = kl.get(name, 0.0) + mixtures.scores[number][choice]
         sizes[name] = sizes.get(name, 0) + unit.choices[choice].nbytes
+
     all_kl, all_bytes = sum(kl.values()) or 1.0, sum(sizes.values())
+
     for name, chosen in by_name.items():
         counts = ", ".join(f"{choice} {count}" for choice, count in sorted(chosen.items()))
         share, part = 100 * kl[name] / all_kl, 100 * sizes[name] / all_bytes
@@ -135,17 +151,21 @@ class _Choice:
         best = self.mixtures.best_uniform(nbytes)
         if best is not None:
             named[f"--scheme {best}"] = self.menu.uniform(best)
+
         self.reporter.on_note(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
         records = self.session.measure(self.corpus, list(named.values()))
         for (name, mixture), found in zip(named.items(), records, strict=True):
             self._report(name, mixture, found)
+
         if best is None:
             return named["the mixture"]
+
         # By document; below zero where the mixture is closer to the source.
         differences = [mixed.kl - single.kl for mixed, single in zip(*records, strict=True)]
         interval = bootstrap_interval(differences, 0)
         if interval is not None and interval[1] < 0:
             return named["the mixture"]
+
         self.reporter.on_note(f"--fit: the mixture is not better beyond chance, so --scheme {best} is taken")
         return named[f"--scheme {best}"]
 
@@ -157,18 +177,23 @@ class _Choice:
         """
         # Measured over predicted: it depends on the texts, and hardly on the mixture.
         factor, found, aim = 1.0, None, kl
+
         for _ in range(ROUNDS):
             mixture = self.mixtures.smallest(aim / factor)
             [records] = self.session.measure(self.corpus, [mixture])
             measured = mean_kl(records)
             self._report("the mixture", mixture, records)
+
             if measured <= kl and (found is None or self.menu.size(mixture) < self.menu.size(found)):
                 found = mixture
+
             if CLOSE_ENOUGH * kl <= measured <= kl:
                 break
+
             factor = max(measured, SMALLEST) / max(self.mixtures.predict(mixture), SMALLEST)
             # In the middle of what is close enough: what aims at the limit misses it half the time.
             aim = (1 + CLOSE_ENOUGH) / 2 * kl
+
         if found is None:
             raise PlanError(f"{ROUNDS} mixtures were measured, and none has a KL of {kl:g}", "give a larger kl=")
         return found
@@ -218,12 +243,14 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
     """
     if budget.kind == "kl":
         return None
+
     if budget.kind == "bits":
         limit = menu.bytes_of_bits(budget.value)
     elif budget.kind == "size":
         limit = int(budget.value)
     else:
         limit = weights_on_gpus(budget, menu.plan, fit.context, options.fp8_kv_cache)
+
     smallest, largest = menu.smallest, menu.largest
     if limit < smallest:
         raise PlanError(
@@ -231,12 +258,14 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
             f"{smallest / 1e9:.3g} GB ({bits_per_weight(menu.units, smallest - menu.fixed):.2f} bits a weight)",
             "give more, name --candidates of fewer bits (int3), or add --quantize-lm-head, unless the head is tied",
         )
+
     if limit >= largest:
         raise PlanError(
             f"--fit {fit.fit} leaves {limit / 1e9:.3g} GB for weights, and the unquantized ones take "
             f"{largest / 1e9:.3g} GB",
             "serve the model as it is, or give a smaller budget, such as --fit 5.0bits",
         )
+
     return limit
 
 
@@ -278,3 +307,183 @@ def joined_patterns(patterns: Iterable[str]) -> list[str]:
         f"{before}{numbers[0] if len(numbers) == 1 else '{' + ','.join(sorted(numbers, key=int)) + '}'}{after}"
         for (before, after), numbers in by_rest.items()
     ]
+
+
+@verb(Search, positional=("model", "gpu"))
+def search_mixtures(request: Search, reporter: Reporter | None = None) -> SearchResult:
+    """Measure mixtures of all sizes, and the single schemes, on texts that no score is from.
+
+    The scores are kept beside the default output in `NAME.scores.json`, where `compress --fit` finds them. Nothing else
+    is written. Weights are rounded to nearest.
+
+    Args:
+        model: Model directory, GGUF file, or Hub org/name[@rev].
+        reporter: receives notes and progress; nothing is reported if None.
+
+    Returns:
+        The measured points, the smallest first.
+
+    Raises:
+        OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
+            can fix.
+    """
+    reporter = reporter or Reporter()
+    budget = None if request.gpu is None else read_gpus(request.gpu)
+    run = Run(request.model, device=request.device, stream=request.stream, revision=request.revision)
+    opened = open_source(run, Ranks())
+
+    options = PlanOptions(tuple(request.ignore), head=request.quantize_lm_head, embedding=request.quantize_embeddings)
+    wanted_engines = request.engines or "both"
+    gpu_type = None if budget is None else budget.gpu
+    menu = make_menu(opened, options, request.candidates, wanted_engines, gpu_type, request.architecture)
+
+    limit = None
+    # How much memory a CPU has for weights is not known.
+    if budget is not None and budget.value:
+        limit = weights_on_gpus(budget, menu.plan, request.context, request.kv_cache == "fp8")
+
+    directory = opened.source.default_path("x").absolute().parent
+    texts = Texts(request.text, dataset=request.dataset)
+    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, reporter)
+    fills = limit is not None and menu.smallest <= limit < menu.largest
+    compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
+    memory_left(request.max_memory, session.steps(compared))
+
+    best = BestMixtures(menu, session.scores())
+    named = mixtures_of_sizes(menu, best)
+    if limit is not None and fills:
+        named[f"fits {request.gpu}"] = best.best(limit)
+
+    corpus = session.corpus()
+    reporter.on_note(f"--search: comparing {len(named)} outputs on {corpus.described}")
+    records = session.measure(corpus, list(named.values()))
+    points = Points(best, vars(request), request.gpu, limit)
+    return points.result(
+        [points.point(name, mixture, found) for (name, mixture), found in zip(named.items(), records, strict=True)],
+        opened.source,
+        corpus,
+        wanted_engines,
+        request.gpu,
+    )
+
+
+# Bits of a weight between two mixtures.
+STEP = 0.5
+
+
+def whole_and_half_bits(menu: Menu) -> list[float]:
+    """Return whole and half bits a weight between the smallest and the largest single scheme."""
+    weights = sum(unit.elements for unit in menu.units)
+    sizes = [menu.size(menu.uniform(name)) - menu.fixed for name in menu.plans]
+    first, last = (8 * size / weights / STEP for size in (min(sizes), max(sizes)))
+    return [STEP * number for number in range(math.ceil(first), math.floor(last) + 1)]
+
+
+def mixtures_of_sizes(menu: Menu, best: BestMixtures) -> dict[str, Mixture]:
+    """Return the single schemes, and the best mixture of each whole and half bit, by name: "int5", "5.5bits"."""
+    named = {name: menu.uniform(name) for name in menu.plans}
+    bits = whole_and_half_bits(menu)
+    return named | {f"{each:g}bits": best.best(menu.bytes_of_bits(each)) for each in bits}
+
+
+# Options that every command repeats, and those that commands with --fit repeat.
+_OUTPUT = ("ignore", "quantize_lm_head", "quantize_embeddings", "kv_cache", "architecture")
+_MIXTURE = ("engines", "candidates", "text", "dataset")
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Makes points.
+
+    Attributes:
+        best: the scores of the units.
+        asked: values of options by name, which commands repeat.
+        budget: the value of --fit, or of --gpu; None if there is none.
+        limit: bytes of all weights that fit; None if no GPUs are named.
+        ratio: measured over predicted KL divergence, for points that were not measured.
+    """
+
+    best: BestMixtures
+    asked: Mapping[str, Any]
+    budget: str | None
+    limit: int | None
+    ratio: float = 1.0
+
+    def command(self, name: str, is_scheme: bool) -> str:
+        """Return the command that makes a point: a scheme, "5.5bits", or by any other name what fits the budget."""
+        words = ["openquant", "compress", "-m", os.fspath(self.asked["model"]), *words_of_options(self.asked, _OUTPUT)]
+        if is_scheme:
+            return shlex.join([*words, "--scheme", name])
+
+        if name.endswith("bits") and not name.startswith("-"):
+            words += ["--fit", name]
+        else:
+            words += ["--fit", str(self.budget), *words_of_options(self.asked, ["context"])]
+        return shlex.join([*words, *words_of_options(self.asked, _MIXTURE)])
+
+    def result(
+        self, points: Iterable[Point], source: Source, corpus: Corpus, engines: str, gpu: str | None
+    ) -> SearchResult:
+        """Return the result with these points, the smallest first.
+
+        Args:
+            points: the points.
+            source: where the model comes from.
+            corpus: the texts that they were measured on.
+            engines: "vllm", "sglang" or "both".
+            gpu: the GPUs as they were named; None if none were.
+        """
+        plan = self.best.menu.plan
+        return SearchResult(
+            model=os.fspath(self.asked["model"]),
+            revision=source.revision,
+            architecture=plan.model.name,
+            source_bytes=summary.source_bytes(plan),
+            texts=corpus.described,
+            texts_sha256=corpus.sha256,
+            engines=engines,
+            gpu=gpu,
+            context=self.asked["context"],
+            limit=self.limit,
+            points=tuple(sorted(points, key=lambda point: (point.bytes, point.kl))),
+        )
+
+    def point(
+        self, name: str, mixture: Mixture, records: Sequence[DocumentRecord] | None, written: bool = False
+    ) -> Point:
+        """Make the point of a mixture, or of a single scheme.
+
+        Args:
+            name: the scheme, or another name for a mixture.
+            mixture: the choice of each unit.
+            records: figures of each document; None if it was not measured.
+            written: whether it is the output of this run.
+        """
+        menu = self.best.menu
+        nbytes = menu.size(mixture)
+        predicted = self.best.predict(mixture)
+        kl = predicted * self.ratio
+        interval = None
+        if records is not None:
+            kl = mean_kl(records)
+            interval = bootstrap_interval([record.kl for record in records], 0)
+
+        weights: dict[str, int] = {}
+        for number, unit in enumerate(menu.units):
+            scheme = unit.choices[mixture[number]].scheme_name
+            weights[scheme] = weights.get(scheme, 0) + unit.elements
+        whole = sum(weights.values())
+        return Point(
+            name=name,
+            scheme=name if name in menu.plans else None,
+            bytes=nbytes,
+            bits=bits_per_weight(menu.units, nbytes - menu.fixed),
+            predicted=predicted,
+            kl=kl,
+            interval=interval,
+            measured=records is not None,
+            shares={scheme: part / whole for scheme, part in sorted(weights.items())},
+            fits=None if self.limit is None else nbytes <= self.limit,
+            written=written,
+            command=self.command(name, name in menu.plans),
+        )

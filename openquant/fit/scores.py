@@ -35,8 +35,7 @@ from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
-from ..streaming.hooks import holds_experts
-from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
+from ..streaming.interleaved import ForwardPass, hidden_state, holds_experts, run_interleaved
 from ..streaming.model import (
     Advanced,
     PassProgress,
@@ -171,15 +170,18 @@ class _Quantizer:
     def _make_rounding(self, unit: Unit, choice: UnitChoice) -> ActivationRounding | None:
         layers: dict[str, QuantizedInputs] = {}
         stacks: dict[str, dict[str, QuantizedInputs]] = {}
+
         for module, scheme in choice.schemes.items():
             inputs = None if scheme is None else _inputs_of(scheme)
             if inputs is None:
                 continue
+
             owner, _, last = self.targets[unit.weights[module].source.name].rpartition(".")
             if last == "weight":
                 layers[owner] = inputs
             else:
                 stacks.setdefault(owner, {})[last] = inputs
+
         for owner in stacks:
             module = self.model.model.get_submodule(owner)
             if not holds_experts(module):
@@ -187,6 +189,7 @@ class _Quantizer:
                     f"activations inside {type(module).__name__} cannot be rounded, which {choice.scheme_name} needs",
                     "name only schemes of weights: --candidates int4,nvfp4,int8-weights",
                 )
+
         if not layers and not stacks:
             return None
         return ActivationRounding(self.model.model, layers, inputs_of_experts(stacks))
@@ -306,11 +309,7 @@ class _Run:
 
     def _forward(self, one: _Pass) -> ForwardPass[Tensor]:
         ids = torch.tensor(self.corpus.documents[one.document].ids, device=self.model.device)
-        return ForwardPass(self.model, partial(self._logits, ids), partial(self._quantize_around, one))
-
-    def _logits(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model.model(input_ids=ids[None], use_cache=False).logits[0]
-        return logits
+        return ForwardPass(self.model, partial(self.model.logits, ids), partial(self._quantize_around, one))
 
     @contextmanager
     def _quantize_around(self, one: _Pass) -> Iterator[None]:
@@ -334,10 +333,12 @@ class _Run:
     def _compute(self, place: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         one, number = self.current, self.order[place]
         assert one is not None
+
         if place != self.place:
             self.place = place
             for kept in (self.quantizer.parameters, self.calls, self.source_outputs, self.outputs):
                 kept.clear()
+
         if one.mixture is None:
             output = self.source_outputs[one.document] = forward(*args, **kwargs)
             if self.changes:
@@ -345,13 +346,16 @@ class _Run:
                 if len(self.calls) == len(self.corpus.documents):
                     self._measure_changes(forward)
             return output
+
         if self.repeats_source and number < one.first:
             return self.source_outputs[one.document]
+
         if self.repeats_source and number == one.first and len(one.choices) == 1:
             [choice] = one.choices.items()
             made = self.outputs.pop((*choice, one.document), None)
             if made is not None:
                 return made
+
         with self.quantizer.quantize(place, one.choices):
             return forward(*args, **kwargs)
 

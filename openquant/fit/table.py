@@ -223,18 +223,23 @@ class _Table:
         """The command for the best scheme that fits with an FP8 KV cache, or with a quantized output head too."""
         if self.targets[0].memory_bytes is None or len(self.targets) > 1:
             return None
+
         commands: dict[float, str] = {}
         requests = [replace(self.request, kv_cache="fp8"), replace(self.request, kv_cache="fp8", quantize_lm_head=True)]
+
         for request in requests:
             if request == self.request:
                 continue
+
             try:
                 found = _Table(request, read_gpus(str(request.gpu)), self.checkpoint, self.identity).make(None, False)
             except OpenQuantError:
                 continue
+
             best = next((row for row in found.schemes if row.scheme == found.best), None)
             if best is not None and best.kl is not None and found.command is not None:
                 commands.setdefault(best.kl, found.command)
+
         if not commands:
             return None
         return commands[min(commands)]
@@ -249,10 +254,13 @@ class _Table:
             # What compress would calibrate with, which no size depends on.
             texts={"documents": 1, "length": 2},
         )
+
         plan = make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
+
         head = next((weight.module for weight, kind in plan.decisions.kinds if is_head(weight.module)), None)
         if head is None or not self._improves(scheme):
             return plan
+
         self.head_schemes[scheme.name] = f"{head}={INT8_W8A16.name}"
         options = replace(options, scheme_for=((head, INT8_W8A16),))
         return make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
@@ -297,12 +305,15 @@ class _Table:
         if not kinds:
             self.refused[scheme.name] = "it quantizes nothing"
             return None
+
+        # Why engines cannot load or compute it.
         reasons: dict[str, str] = {}
         refusal = sglang_refusal(plan.entry, plan.decisions)
         if refusal is not None:
             reasons["SGLang"] = "SGLang does not load it"
             if "SGLang" in scheme.engines:
                 reasons["SGLang"] = f"SGLang: {refusal.why}"
+
         kernels: dict[str, dict[tuple[str, bool], Kernel | None]] = {}
         for engine in ENGINES_FOR["both"]:
             if engine not in reasons and self.hardware is not None:
@@ -311,14 +322,17 @@ class _Table:
                 }
                 if None in kernels[engine].values():
                     reasons[engine] = f"{engine} has no kernel for it on {self.targets[0].name}"
+
         engines = tuple(engine for engine in ENGINES_FOR["both"] if engine not in reasons)
         if not engines or not set(self.wanted) <= set(engines):
             missing = [reasons[engine] for engine in self.wanted if engine in reasons]
             self.refused[scheme.name] = "; ".join(missing) or f"no engine has a kernel for it on {self.targets[0].name}"
             return None
+
         first = kernels.get((*self.wanted, *engines)[0], {})
         quantized = [line for line in plan.lines if line.quantized]
         elements = sum(len(line.names) * prod(line.shape) for line in quantized)
+
         return SchemeFit(
             scheme=scheme.name,
             bits=8 * sum(line.bytes_after for line in quantized) / elements,

@@ -6,8 +6,7 @@ model                  a StreamedModel loads and frees the units of a model; how
                        CPUs without instructions for them
 meta_model             the model without weights, from headers; tensors as transformers loads them, read or decoded when
                        they are indexed; stacks of experts
-interleaved            runs forward passes unit by unit, and reads every weight once
-hooks                  observes or replaces the inputs of layers
+interleaved            runs forward passes unit by unit, and reads every weight once; hooks on the inputs of layers
 packing                several questions in one sequence, each computed as if it were alone
 offload                a file for hidden states that do not fit into memory
 pass_checkpoint        a file that forward passes are saved to, so that a stopped run continues

@@ -44,6 +44,7 @@ from ..registry.architecture import StackedExperts
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 from . import transformers_internals
+from .transformers_internals import OTHER_WEIGHTS
 
 # Name of the weights outside of all units.
 REST = ""
@@ -52,7 +53,6 @@ REST = ""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
 _AXES = ("_dim", "_dims", "_rank", "_heads", "hidden_size")
 _LONGEST_AXIS = 1 << 22
-_OTHER_WEIGHTS = "config.json or this shard belongs to other weights: download the checkpoint again"
 
 
 class UnitTensors(NamedTuple):
@@ -343,10 +343,11 @@ def _check_config_sizes(checkpoint: Checkpoint) -> None:
     for key, count in ((key, count) for part in parts for key, count in part.items() if isinstance(count, int)):
         if key in _LAYERS and count > 2 * len(checkpoint.tensors) + 100:
             raise SourceError(
-                f"config.json has {count} layers, the checkpoint only {len(checkpoint.tensors)} tensors", _OTHER_WEIGHTS
+                f"config.json has {count} layers, the checkpoint only {len(checkpoint.tensors)} tensors",
+                OTHER_WEIGHTS,
             )
         if key.endswith(_AXES) and count > _LONGEST_AXIS:
-            raise SourceError(f"config.json has {key} {count}, more than {_LONGEST_AXIS:,}", _OTHER_WEIGHTS)
+            raise SourceError(f"config.json has {key} {count}, more than {_LONGEST_AXIS:,}", OTHER_WEIGHTS)
 
 
 TORCH_DTYPES = {

@@ -176,6 +176,22 @@ class StreamedModel(MetaModel):
             self.release_pages()
         return logits
 
+    def logits(self, ids: Tensor, cache: Any = None) -> Tensor:
+        """Compute the logits of a text; to be called inside of a ForwardPass.
+
+        Args:
+            ids: token ids, int64 [length], on the model's device.
+            cache: KV cache of transformers, such as Fp8Cache; None for none.
+
+        Returns:
+            The logits [length, vocabulary] in the model's dtype, of the next token at each position.
+        """
+        options: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            options[transformers_internals.cache_argument(self.model)] = cache
+        text_logits: Tensor = self.model(input_ids=ids[None], **options).logits[0]
+        return text_logits
+
     def release_pages(self) -> None:
         """Drop the pages of mapped weights from memory, such as while another model computes."""
         self.tensors.release_pages()

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any
 
-from ..errors import OpenQuantError, SourceError, UsageError
+from ..errors import SourceError, UsageError
 
 # The oldest and the newest tested release; tests/streaming/test_streamed_architectures.py runs both.
 TESTED = ("5.18", "5.24")
@@ -92,6 +92,7 @@ _STACK_ATTRIBUTES = {
     "Llama4TextExperts": {"is_concatenated": True, "is_transposed": True, "has_gate": True},
     "Step3p7Experts": {"is_concatenated": True, "is_transposed": False, "has_gate": True},
 }
+OTHER_WEIGHTS = "config.json or this shard belongs to other weights: download the checkpoint again"
 # Most bytes of buffers that are computed when a model is made, such as rotary frequencies.
 _MAX_BUFFER_BYTES = 1 << 30
 
@@ -367,20 +368,10 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torc
     with quiet_transformers():
         info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     for name, shape, expected in sorted(info.mismatched_keys):
-        raise SourceError(
-            f"{name} is {list(shape)}, but by config.json it must be {list(expected)}",
-            "config.json or this shard belongs to other weights: download the checkpoint again",
-        )
+        raise SourceError(f"{name} is {list(shape)}, but by config.json it must be {list(expected)}", OTHER_WEIGHTS)
     for name, text in sorted(info.conversion_errors.items()):
-        raise _conversion_error(name, text)
-
-
-def _conversion_error(name: str, text: str) -> OpenQuantError:
-    lines = [line for line in text.splitlines() if line.strip()] or ["unknown"]
-    return SourceError(
-        f"{name} cannot be made of the checkpoint's tensors: {lines[-1].strip()[:300]}",
-        "config.json or this shard belongs to other weights: download the checkpoint again",
-    )
+        last_line = (text.strip() or "unknown").splitlines()[-1].strip()
+        raise SourceError(f"{name} cannot be made of the checkpoint's tensors: {last_line[:300]}", OTHER_WEIGHTS)
 
 
 def _first_line(error: Exception) -> str:

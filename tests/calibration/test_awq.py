@@ -30,7 +30,6 @@ from openquant.weights.statistics import read_calibration
 from support import small_checkpoints
 from support.outlier_channels import twin
 from support.random_calibrations import Planned, skewed
-from support.rows import for_each
 
 RANDOM = np.random.default_rng(11)
 WIDTH = 256
@@ -124,23 +123,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 def test_outliers_cost_little(made: Twin, tmp_path: Path) -> None:
     shifted = tmp_path / "shifted"
     compress(made.source, shifted, "int4", asymmetric=True, awq=True, calibration=made.calibration)
-    found = evaluate([made.plain, made.output, shifted], made.source, samples=8, length=160, no_prompts=True).outputs
+    found = evaluate([made.plain, made.output, shifted], made.source, samples=4, length=128, no_prompts=True).outputs
     before, after, with_zero_points = (each["kl"]["mean"] for each in found)
     assert before > 0.04
     assert after < 0.2 * before
     # With signed scales symmetric groups lose as little.
     assert with_zero_points < 1.1 * after
     assert verify(shifted, made.source, full=True).problems == ()
-
-
-def test_without_outliers_it_loses_little(tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "plain", "int4")
-    compress(EXAMPLE, tmp_path / "out", "int4", awq=True, samples=8, length=128)
-    outputs = [tmp_path / "plain", tmp_path / "out"]
-    found = evaluate(outputs, EXAMPLE, samples=8, length=160, no_prompts=True).outputs
-    before, after = (each["kl"]["mean"] for each in found)
-    # 0.95 to 1.03 of it, by the texts of a release of Python.
-    assert after < 1.08 * before
 
 
 def test_plan_and_card_name_the_method(made: Twin) -> None:
@@ -164,26 +153,20 @@ def test_plan_and_card_name_the_method(made: Twin) -> None:
     )
 
 
-@for_each("smooth", ["mlp.up_proj", "self_attn.v_proj"])
-@for_each("what", ["codes", "scales"])
-def test_a_damaged_projection_that_divides_its_rows_is_named(
-    tmp_path: Path, made: Twin, smooth: str, what: str
-) -> None:
+def test_a_damaged_projection_that_divides_its_rows_is_named(tmp_path: Path, made: Twin) -> None:
     """Its codes have another name than the weight has in the source."""
-    stored = f"model.layers.1.{smooth}.weight_{'packed' if what == 'codes' else 'scale'}"
-
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        if what == "codes":
-            generator = torch.Generator().manual_seed(0)
-            tensors[stored].random_(generator=generator)
-        else:
-            tensors[stored][::2] *= 4
-
-    damaged = small_checkpoints.changed_copy(made.output, tmp_path / "damaged", change)
-    problems = verify(damaged, made.source).problems
-    [problem, *_] = problems
-    reader = "mlp.down_proj" if "mlp" in smooth else "self_attn.o_proj"
-    assert f": model.layers.1.{smooth}.weight_packed does not match model.layers.1.{reader}, which reads its" in problem
+    layer = "model.layers.1.self_attn"
+    changes = {
+        "packed": lambda tensor: tensor.random_(generator=torch.Generator().manual_seed(0)),
+        "scale": lambda tensor: tensor[::2].mul_(4),
+    }
+    for last, change in changes.items():
+        stored = f"{layer}.v_proj.weight_{last}"
+        damaged = small_checkpoints.changed_copy(
+            made.output, tmp_path / last, lambda tensors, stored=stored, change=change: change(tensors[stored])
+        )
+        problem, *_ = verify(damaged, made.source).problems
+        assert f": {layer}.v_proj.weight_packed does not match {layer}.o_proj, which reads its" in problem
 
 
 def test_verify_accepts_only_scales_that_the_search_tries(made: Twin, tmp_path: Path) -> None:
@@ -208,24 +191,19 @@ def test_verify_accepts_only_scales_that_the_search_tries(made: Twin, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "folded", "asymmetric"),
-    [
-        ("Qwen3MoeForCausalLM", True, False),
-        ("Gemma3ForCausalLM", True, True),
-        ("Phi3ForCausalLM", True, True),
-        ("Olmo2ForCausalLM", False, False),
-    ],
+    ("architecture", "asymmetric"),
+    [("Qwen3MoeForCausalLM", False), ("Gemma3ForCausalLM", True), ("Phi3ForCausalLM", True)],
 )
-def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded: bool, asymmetric: bool) -> None:
+def test_any_architecture_is_verified(tmp_path: Path, architecture: str, asymmetric: bool) -> None:
     source, reporter = small_checkpoints.write(tmp_path / "source", architecture), Planned()
     calibration = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
     options: dict[str, Any] = {"awq": True, "asymmetric": asymmetric, "calibration": calibration, "group_size": "32"}
-    compress(source, tmp_path / "out", "int3" if folded else "int4", reporter=reporter, **options)
+    compress(source, tmp_path / "out", "int3", reporter=reporter, **options)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
     assert reporter.plan.options.transforms is not None
     transforms = reporter.plan.options.transforms.weights
-    assert any(transform.smooths for transform in transforms.values()) == folded
+    assert any(transform.smooths for transform in transforms.values())
     assert any(transform.importance is not None for transform in transforms.values())
     if architecture == "Gemma3ForCausalLM":
         assert not any(transforms[module].smooths for module in transforms if module.endswith(("q_proj", "k_proj")))

@@ -76,12 +76,6 @@ def test_the_command_writes_a_file(
     assert sum(len(each.tensors) for each in found.inputs) == 28
 
 
-def test_evaluation_has_other_texts_than_a_calibration(calibration: Path, tmp_path: Path) -> None:
-    made = compress(EXAMPLE, tmp_path / "out").output
-    [found] = evaluate([made], EXAMPLE, no_prompts=True, **SMALL).outputs
-    assert found["text"]["sha256"] != read_calibration(calibration).texts["sha256"]
-
-
 def scales(root: Path) -> dict[str, float]:
     """Of activations, by module."""
     held = {name: tensor for name, tensor in small_checkpoints.read(root).items() if name.endswith(".input_scale")}
@@ -268,11 +262,9 @@ def test_layers_without_inputs_stay_unquantized(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["calibration", "calibrate"])
-def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path, how: str) -> None:
+def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:
     seen = read_calibration(calibration)
-    options: dict[str, Any] = {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
-    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", **options)
+    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", calibration=calibration)
     held = small_checkpoints.read(tmp_path / "out")
     assert list(seen.cached) == [0, 1, 2, 3]
     for number, both in seen.cached.items():

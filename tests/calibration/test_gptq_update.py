@@ -88,16 +88,6 @@ def test_codes_are_those_of_the_textbooks_loop_and_lower_the_output_error(subtes
             assert after < 0.8 * before
 
 
-def test_single_precision_is_enough() -> None:
-    weight, inputs = weights(64, 512), correlated(3000, 512)
-    form, hessian = INT4_W4A16.format, inputs.T @ inputs
-    scale, _ = grids(weight, INT4_W4A16)
-    found = round_columns(weight, scale, find_error_propagation(hessian.float()), form)
-    exact = round_columns(weight.double(), scale, find_error_propagation(hessian, torch.float64), form)
-    one, other = (loss(weight, each, scale, hessian, form, None) for each in (found, exact))
-    assert one == pytest.approx(other, rel=0.01)
-
-
 def test_inputs_that_are_zero_or_alike_are_rounded_too() -> None:
     weight, inputs = weights(32, 128), correlated(40, 128)
     inputs[:, [3, 70]] = 0

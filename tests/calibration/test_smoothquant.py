@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import EXAMPLE, change_json
-from openquant import Reporter, calibrate, compress, dequantize, evaluate, verify
+from openquant import calibrate, compress, dequantize, evaluate, verify
 from openquant.calibration.smoothing import (
     apply_smoothing,
     combine_transforms,
@@ -26,7 +26,7 @@ from openquant.calibration.smoothing import (
     smoothquant_scale,
     usable_mappings,
 )
-from openquant.errors import OutputError, PlanError, SourceError, UsageError
+from openquant.errors import OutputError, PlanError, UsageError
 from openquant.files.checkpoint import Fingerprint, open_checkpoint
 from openquant.formats.schemes import SCHEMES
 from openquant.plan.decisions import PlanOptions
@@ -63,12 +63,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 def test_outliers_cost_nothing_with_smoothquant(made: Twin, tmp_path: Path) -> None:
     compress(made.source, tmp_path / "plain", "int8")
     outputs = [tmp_path / "plain", made.output]
-    found = evaluate(outputs, made.source, samples=8, length=160, no_prompts=True).outputs
+    found = evaluate(outputs, made.source, samples=4, length=128, no_prompts=True).outputs
     before, after = (each["kl"]["mean"] for each in found)
     assert before > 0.01
     assert after < 0.0008
     # Smoothed norms are no suspects.
     assert not found[1]["suspects"]
+    # With other factors it is another output.
+    with pytest.raises(OutputError, match="another"):
+        compress(made.source, made.output, "int8", smooth=0.75, calibration=made.calibration)
 
 
 def test_plan_and_card_name_the_method(made: Twin) -> None:
@@ -211,13 +214,7 @@ def test_a_smoothed_model_computes_the_same(
     tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
     """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
-    for architecture in [
-        "Qwen3MoeForCausalLM",
-        "Qwen2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2MoeForCausalLM",
-    ]:
+    for architecture in ["Qwen2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"]:
         with subtests.test(architecture=architecture):
             root = tmp_path_factory.mktemp("row")
             source = small_checkpoints.write(root / "source", architecture, dtype="float32")
@@ -243,7 +240,7 @@ def test_a_smoothed_model_computes_the_same(
 
 
 def test_any_architecture_is_verified(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
-    for architecture in ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"]:
+    for architecture in ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM"]:
         with subtests.test(architecture=architecture):
             root = tmp_path_factory.mktemp("row")
             source = small_checkpoints.write(root / "source", architecture)
@@ -316,14 +313,6 @@ def test_quantized_sources_are_refused(made: Twin, tmp_path: Path) -> None:
         compress(made.output, tmp_path / "out", "int8", smooth=0.5, **SMALL)
 
 
-def test_files_without_mean_squares_are_refused(made: Twin, tmp_path: Path) -> None:
-    found = read_calibration(made.calibration)
-    inputs = tuple(replace(each, square=None) for each in found.inputs)
-    (tmp_path / "old").write_bytes(replace(found, inputs=inputs).to_bytes())
-    with pytest.raises(SourceError, match="the calibration has no mean squares of 256 inputs of model.layers"):
-        compress(made.source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "old")
-
-
 def test_notes_name_unused_mappings(made: Twin, tmp_path: Path) -> None:
     reporter = Planned()
     options: dict[str, Any] = {"ignore": ["**.layers.0.mlp.down_proj"], "scheme_for": {"**.layers.1.mlp.*": "channel"}}
@@ -388,34 +377,3 @@ def test_a_norm_is_divided_as_its_dtype_allows() -> None:
     made, by = divide_norm(np.array([0.0078125], np.float32), np.array([256], np.float32), 1, "BF16")
     assert by == (1 + 0.0078125) / (1 + made.astype(np.float64))
     assert by != 256
-
-
-class Killed(Exception):
-    """Ends a run."""
-
-
-class Killing(Reporter):
-    """Ends a run once most of it is converted."""
-
-    def on_start(self, total: int, done: int) -> None:
-        self.left = total * 3 // 4 - done
-
-    def on_advance(self, nbytes: int) -> None:
-        self.left -= nbytes
-        if self.left < 0:
-            raise Killed
-
-
-def test_a_killed_run_continues(made: Twin, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"scheme": "int8", "smooth": 0.5, **SMALL}
-    out = tmp_path / "out"
-    with pytest.raises(Killed):
-        compress(made.source, out, reporter=Killing(), workers=1, **options)
-    assert (tmp_path / "source.calibration.safetensors").exists()
-    assert compress(made.source, out, **options).resumed
-    for path in made.output.iterdir():
-        if path.suffix == ".safetensors":
-            assert (out / path.name).read_bytes() == path.read_bytes()
-    # With other factors it is another output.
-    with pytest.raises(OutputError, match="another"):
-        compress(made.source, out, **{**options, "smooth": 0.75})

@@ -12,7 +12,7 @@ from conftest import EXAMPLE
 from openquant import Reporter, calibrate, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
-from openquant.evaluation import generate
+from openquant.evaluation import as_served
 
 SMALL = ("--samples", "2", "--length", "16")
 
@@ -38,7 +38,7 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What models answer to more of them is no matter here."""
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 VERBS = {

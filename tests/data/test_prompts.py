@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE
-from openquant.data import prompts as module
-from openquant.data.prompts import BUILT_IN, read_prompts
+from openquant.data import domains as module
+from openquant.data.domains import BUILT_IN, read_prompts
 from openquant.data.tokenizer import Tokenizer, load_tokenizer
 from openquant.errors import SourceError
 

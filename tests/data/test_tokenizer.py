@@ -83,7 +83,9 @@ def test_the_template_is_found_wherever_it_is(model: Path, tmp_path: Path, subte
                 configure(copy, chat_template=several)
             else:
                 (copy / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-            assert load_tokenizer(copy).render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+            found = load_tokenizer(copy)
+            assert found.template == template
+    assert found.render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
 
 
 def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 from bisect import bisect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ from support.reporters import Told
 from support.representatives import in_all_ways
 
 DOWN = "model.layers.0.mlp.down_proj"
-FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
+FULL = in_all_ways([TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4])
 
 
 def model(root: Path, **layers: torch.Tensor) -> Path:
@@ -94,7 +95,7 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
     return math.sqrt(sum(off) / sum(signal)), math.sqrt(mean_square)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_errors_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = noise(128, 128, dtype=dtype)
     # Something becomes zero, something is zero, one weight stands out.
@@ -253,20 +254,6 @@ def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, capsys: pytest
     assert len(diagnose(source, ignore=["**.down_proj"]).layers) == 1
 
 
-def test_experts_of_stacks_are_layers(shelf: Shelf) -> None:
-    source = shelf.source("Llama4ForCausalLM")
-    found = diagnose(source)
-    weights = small_checkpoints.read(source)
-    stack = weights["model.layers.1.feed_forward.experts.gate_up_proj"]
-    layers = {layer.module: layer for layer in found.layers}
-    up = stack[2, :, 128:].T.double()
-    layer = layers["model.layers.1.feed_forward.experts.2.up_proj"]
-    assert layer.shape == tuple(up.shape)
-    error, row_error = stored_by_loop(up.numpy(), CHANNEL, float(up.abs().max()))
-    assert (layer.errors["channel"], layer.row_errors["channel"]) == pytest.approx((error, row_error), rel=1e-4)
-    assert sum(".experts." in module for module in layers) == 12
-
-
 def test_passthrough_tensors_are_checked_for_nan(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=5, vocab=128)
     assert diagnose(source).not_finite == {}
@@ -308,8 +295,9 @@ def test_progress_and_an_interrupt(example: Path) -> None:
 
 def test_sound_layers_are_not_conspicuous(example: Path) -> None:
     """Trained layers lose about what normally distributed weights do, in every scheme."""
+    diagnosed = diagnose(example)
     for name in [scheme.name for scheme in in_all_ways(SCHEMES.values())]:
-        found = diagnose(example, name)  # type: ignore[arg-type]
+        found = replace(diagnosed, scheme=name)
         assert found.conspicuous == []
         for layer in found.layers:
             assert layer.row_errors[name] == pytest.approx(found.normal[name], rel=0.15)

@@ -11,11 +11,10 @@ import torch
 
 from conftest import EXAMPLE
 from openquant import compress
-from openquant.data.prompts import read_prompts
+from openquant.data.domains import read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.as_served import Fp8Cache, ServedModel, logits, round_activations
-from openquant.evaluation.generate import compare_answers
+from openquant.evaluation.as_served import Fp8Cache, ServedModel, compare_answers, round_activations
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import ActivationQuantization
 from openquant.formats.numbers import E4M3
@@ -96,6 +95,6 @@ def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
     with output.model.resident() as model, output.round_inputs():
         for _ in range(8):
             cache = Fp8Cache(model.config, lambda _: (0.001, 0.001))
-            ids.append(int(logits(output.model, torch.tensor(ids), cache)[-1].argmax()))
+            ids.append(int(output.model.logits(torch.tensor(ids), cache)[-1].argmax()))
     assert shown["output"].startswith(tokenizer.decode(ids[len(prompts[0].ids) :]))
     assert served(source).cache() is None

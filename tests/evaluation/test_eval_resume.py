@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -13,13 +12,10 @@ import pytest
 
 from conftest import EXAMPLE
 from openquant import compress, evaluate
-from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
-from openquant.errors import OutputError, SourceError
-from openquant.evaluation import generate, results
+from openquant.errors import SourceError
+from openquant.evaluation import as_served, results
 from openquant.evaluation import run as evaluation_run
-from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.source import Source
 from openquant.models import MODELS
@@ -27,7 +23,6 @@ from openquant.options import Evaluate
 from openquant.streaming import offload, pass_checkpoint
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
-from support import small_checkpoints
 from support.killed import run_killed
 from support.reporters import Told
 from support.task_files import write_lines
@@ -45,7 +40,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are saved after every layer; answers take most of the time, of which one is enough here."""
     monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
     monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +107,7 @@ def test_a_run_that_is_ended_twice_gives_the_same_bytes(
 def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a scratch file too, which hidden states are saved from and come back to. No layer is computed twice."""
     # Answers would load all layers once more.
-    monkeypatch.setattr(generate, "BUILT_IN", 0)
+    monkeypatch.setattr(as_served, "BUILT_IN", 0)
     (output, _), file = outputs, tmp_path / "results.json"
     evaluate(output, EXAMPLE, out=file, **SMALL)
     expected = file.read_bytes()
@@ -188,43 +183,6 @@ def test_a_saved_pass_of_another_run_is_never_used(
     assert part.read_bytes() == saved
 
 
-def test_a_damaged_file_is_refused(outputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    part = stopped(outputs[0], monkeypatch)
-    data, middle = part.read_bytes(), len(part.read_bytes()) // 2
-    for damaged in (b"", data[:-1], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]):
-        part.write_bytes(damaged)
-        said = f"{part} cannot be continued: it is damaged or incomplete"
-        assert refusal(outputs[0]) == (said, "remove it to begin again")
-        assert part.read_bytes() == damaged
-
-
-def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_before(
-    outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
-    expected = (outputs[0] / "eval.json").read_bytes()
-    (outputs[0] / "eval.json").unlink()
-    fsync, left = os.fsync, [2]
-
-    def full(handle: int) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(handle)
-
-    part = tmp_path / "fp8.eval.json.part"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OutputError) as caught:
-            evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
-    assert caught.value.message == f"{part} cannot be written: No space left on device"
-    assert caught.value.hint == "free some space, or give another place"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", part.name, "int4"]
-    assert units_of(part) == ["model.layers.0"]
-    evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
-    assert (outputs[0] / "eval.json").read_bytes() == expected
-
-
 def saved_at(directory: Path, out: Path | None = None) -> Path | None:
     options, output = Evaluate(["org/name"], "source", out=out), Source(directory, "name", "org/name", "0" * 40)
     found = evaluation_run._pass_checkpoint(options, output, open_checkpoint(EXAMPLE), directory, Ranks(), {})
@@ -246,37 +204,3 @@ def test_the_place_of_saved_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "access", unwritable)
     assert saved_at(tmp_path) is None
-
-
-# Of a mixture of experts, whose values are in part beyond what FP8 holds.
-IDS = tuple(tuple((7 * at * at + 31 * number) % 500 for at in range(24)) for number in range(3))
-CORPUS = Corpus(tuple(Document(f"domain {at % 2}", f"text {at}", each) for at, each in enumerate(IDS)), "", {})
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("mixture")
-    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
-    weights["model.layers.0.self_attn.v_proj.weight"] = weights["model.layers.0.self_attn.v_proj.weight"] * 600
-    source = small_checkpoints.write(folder / "source", "Qwen3MoeForCausalLM", weights=weights)
-    compress(source, folder / "out", "channel")
-    return source, folder / "out"
-
-
-def compared(mixture: tuple[Path, Path], kept: PassCheckpoint | None = None) -> Evaluation:
-    source, output = (ModelUnderTest(path.name, open_checkpoint(path)) for path in mixture)
-    return compare_outputs(source, [output], CORPUS, EvaluationSettings(kv_cache="fp8", pass_checkpoint=kept))
-
-
-@pytest.fixture
-def saved(mixture: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "x.part"
-    stop_after(monkeypatch, 2, lambda: compared(mixture, PassCheckpoint(path, {})))
-    return path
-
-
-def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path], saved: Path) -> None:
-    expected = compared(mixture)
-    assert expected.outputs[0]["layers"][1]["routed_otherwise"] > 0
-    assert any("static scales clip" in reason for reason in expected.outputs[0]["reasons"])
-    assert compared(mixture, PassCheckpoint(saved, {})) == expected

@@ -23,7 +23,7 @@ from openquant.data.tasks import read_questions, read_tasks
 from openquant.data.tokenizer import load_tokenizer
 from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, SourceError, UsageError
-from openquant.evaluation import generate, run
+from openquant.evaluation import as_served
 from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.task_passes import TaskPasses, TaskRequests, encode_requests, longest_sequence
@@ -33,7 +33,6 @@ from openquant.report.card import evaluated_card
 from openquant.report.text import evaluation_text
 from openquant.streaming.interleaved import run_interleaved
 from openquant.streaming.model import StreamedModel
-from openquant.streaming.offload import OffloadFile
 from support import forked_ranks, small_checkpoints
 from support.reporters import Told
 from support.task_files import questions, write_big_bench, write_lines, write_lm_eval
@@ -46,7 +45,7 @@ SMALL: dict[str, Any] = {"samples": 2, "length": 48}
 @pytest.fixture(autouse=True)
 def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take most of the time, of which one is enough here."""
-    monkeypatch.setattr(generate, "BUILT_IN", 1)
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")
@@ -376,28 +375,3 @@ def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, t
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == one.to_json()
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
-
-
-def test_states_and_masks_of_packs_wait_in_a_scratch_file_too(
-    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {
-        "samples": 2,
-        "length": 300,
-        "no_prompts": True,
-        "tasks": write_lines(tmp_path / "t.jsonl", 30),
-    }
-    found = evaluate(output, EXAMPLE, **given, out=tmp_path / "e.json")
-    monkeypatch.setattr(run, "BUDGET", 0)
-    written = 0
-    write = OffloadFile.write
-
-    def counted(self: OffloadFile, data: memoryview) -> int:
-        nonlocal written
-        written += len(data)
-        return write(self, data)
-
-    monkeypatch.setattr(OffloadFile, "write", counted)
-    again = evaluate(output, EXAMPLE, **given, scratch=tmp_path, out=tmp_path / "e.json")
-    assert written > 1 << 20
-    assert again.to_json() == found.to_json()

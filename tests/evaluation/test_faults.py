@@ -98,15 +98,6 @@ def zeroed(*names: str) -> Callable[[Path], None]:
     return weights(change)
 
 
-def two_tokens_swapped(root: Path) -> None:
-    def change(found: dict[str, Any]) -> None:
-        tokens = found["model"]["vocab"]
-        one, other = list(tokens)[1000:1002]
-        tokens[one], tokens[other] = tokens[other], tokens[one]
-
-    change_json(root / "tokenizer.json", change)
-
-
 def router_in_codes(layer: str) -> Callable[[Path], None]:
     """A router stored as the scheme "channel" stores a layer, and no longer named as one that stays."""
 
@@ -125,14 +116,14 @@ def router_in_codes(layer: str) -> Callable[[Path], None]:
     return plant
 
 
-def with_cache_scales(factor: float, layers: tuple[int, ...] = (0, 1, 2, 3)) -> Callable[[Path], None]:
-    """The KV cache in FP8, with scales from the model itself, in some layers times a factor."""
+def with_cache_scales(factor: float) -> Callable[[Path], None]:
+    """The KV cache in FP8, with scales from the model itself, times a factor."""
 
     def plant(root: Path) -> None:
         def change(held: Weights) -> None:
             for number, both in enumerate(largest_keys_and_values()):
                 for letter, largest in zip("kv", both, strict=True):
-                    scale = largest / 448 * (factor if number in layers else 1)
+                    scale = largest / 448 * factor
                     held[f"model.layers.{number}.self_attn.{letter}_scale"] = torch.tensor(scale)
 
         small_checkpoints.change_weights(root, change)
@@ -185,9 +176,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 DENSE = {
     "sound KV scales": Fault("channel", with_cache_scales(1), set()),
     "a scale 1.1 times too large, of a tensor": Fault("tensor", scaled(f"{UP}.weight_scale", 1.1), {UP}),
-    "a scale 1.1 times too large, of one row": Fault("channel", scaled(f"{UP}.weight_scale", 1.1, 5), {UP}),
     "a scale 1.1 times too large, of one block": Fault("block", scaled(f"{UP}.weight_scale_inv", 1.1, 3), {UP}),
-    "a scale 1.1 times too large, of a tensor in INT8": Fault("int8", scaled(f"{UP}.weight_scale", 1.1), {UP}),
     "scales of two layers swapped": Fault(
         "channel",
         swapped("model.layers.1.self_attn.o_proj.weight_scale", "model.layers.3.self_attn.o_proj.weight_scale"),
@@ -205,9 +194,6 @@ DENSE = {
     "a scale twice too large, of one group that GPTQ rounded": Fault(
         "int4, GPTQ", scaled(f"{UP}.weight_scale", 2, 5), {UP}
     ),
-    "a scale half as large, of one row that GPTQ rounded": Fault(
-        "channel, GPTQ", scaled(f"{UP}.weight_scale", 0.5, 5), {UP}
-    ),
     "a row that GPTQ rounded in another's place": Fault("int4, GPTQ", rows_swapped(f"{UP}.weight_packed", 5, 6), {UP}),
     "matrices that GPTQ rounded swapped": Fault(
         "int4, GPTQ",
@@ -221,9 +207,6 @@ DENSE = {
     ),
     "KV scales fifty times too small": Fault(
         "channel", with_cache_scales(1 / 50), {f"model.layers.{number}" for number in range(4)}, ("changed", "broken")
-    ),
-    "KV scales of one layer fifty times too small": Fault(
-        "channel", with_cache_scales(1 / 50, (2,)), {"model.layers.2"}, ("close", "similar", "changed", "broken")
     ),
 }
 EXPERT = "model.layers.1.mlp.experts"
@@ -334,14 +317,6 @@ def test_nothing_is_suspected_of_a_sound_output(
             if name in found:
                 assert found[name]["suspects"] == [], name
                 assert found[name]["kl"]["mean"] <= 0.05, name
-
-
-def test_two_tokens_that_are_swapped_are_found(tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "out", "int8-weights")
-    two_tokens_swapped(tmp_path / "out")
-    [found] = openquant.evaluate(tmp_path / "out", EXAMPLE, samples=2, length=16, no_prompts=True).outputs
-    assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
-    assert "tokenizer: it differs from the source's in 2 of 2048 tokens" in found["reasons"]
 
 
 def test_a_scale_under_another_name_is_named(tmp_path: Path) -> None:

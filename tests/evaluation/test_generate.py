@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import EXAMPLE, change_json
-from openquant import compress
-from openquant.data.prompts import Prompt, read_prompts
+from openquant.data.domains import Prompt, read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.generate import continue_prompts, end_tokens, side_by_side, teacher_forced
+from openquant.evaluation import as_served
+from openquant.evaluation.as_served import (
+    LARGEST_BY_DEFAULT,
+    continue_prompts,
+    end_tokens,
+    fits_in_memory,
+    prompts_to_answer,
+    side_by_side,
+    teacher_forced,
+)
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
@@ -40,9 +46,7 @@ def plain(directory: Path, prompts: tuple[Prompt, ...], tokens: int, **options: 
     return [tuple(ids[0, len(each.ids) :].tolist()) for ids, each in zip(written, prompts, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"]
-)
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Gemma3ForCausalLM"])
 def test_continuations_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
     model = StreamedModel(open_checkpoint(source))
@@ -117,30 +121,6 @@ def test_where_answers_end_is_read_with_care(tmp_path: Path) -> None:
         end_tokens(tmp_path, {})
 
 
-def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "out", "tensor")
-    tokenizer = load_tokenizer(EXAMPLE)
-    prompts = read_prompts(None, tokenizer)[:4]
-    entered = []
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        entered.append(True)
-        yield
-
-    source, output = (StreamedModel(open_checkpoint(path)) for path in (EXAMPLE, tmp_path / "out"))
-    ours, theirs = continue_prompts(source, prompts, (0,), 16), continue_prompts(output, prompts, (0,), 16, around)
-    assert len(entered) == 4
-    found = side_by_side(prompts, ours, theirs, tokenizer)
-    assert [each["prompt"] for each in found] == [prompt.text for prompt in prompts]
-    for each, mine, yours in zip(found, ours, theirs, strict=True):
-        at = each["differs_at"]
-        assert (at is None) == (mine == yours) == (each["source"] == each["output"])
-        if at is not None:
-            assert mine[:at] == yours[:at] and mine[at] != yours[at]
-    assert {each["differs_at"] is None for each in found} == {True, False}
-
-
 def test_one_that_ends_sooner_differs_there() -> None:
     tokenizer = load_tokenizer(EXAMPLE)
     prompts = (Prompt("a", (1,)),) * 3
@@ -167,3 +147,39 @@ def test_along_a_text_each_place_has_its_own_answer() -> None:
     }
     short = teacher_forced(ids[:2], source[:2], output[:2], tokenizer)
     assert (short["prompt"], short["text"]) == (tokenizer.decode(ids[:1]), tokenizer.decode(ids[1:2]))
+
+
+def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for nbytes, memory, by_user, answers_it in [
+        (500, 1000, True, True),
+        (501, 1000, True, False),
+        (501, 1000, False, False),
+        (LARGEST_BY_DEFAULT, 1 << 40, False, True),
+        (LARGEST_BY_DEFAULT + 1, 1 << 40, False, False),
+        (LARGEST_BY_DEFAULT + 1, 1 << 40, True, True),
+    ]:
+        with subtests.test(nbytes=nbytes, memory=memory, by_user=by_user, answers_it=answers_it):
+            monkeypatch.setattr(as_served, "available_memory", lambda memory=memory: memory)
+            assert fits_in_memory(nbytes, by_user) is answers_it
+
+
+def test_prompts_of_the_users_own_are_all_answered(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(EXAMPLE)
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"import number{number}\n" for number in range(6)))
+    assert len(prompts_to_answer(file, tokenizer, 2048, 1000)) == 6
+    assert len(prompts_to_answer(None, tokenizer, 2048, 1000)) == 4
+    assert prompts_to_answer(None, tokenizer, 2048, LARGEST_BY_DEFAULT + 1) == ()
+
+
+def test_a_file_of_prompts_is_read_even_where_no_model_has_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
+    tokenizer, file = load_tokenizer(EXAMPLE), tmp_path / "prompts.txt"
+    with pytest.raises(SourceError, match=r"prompts\.txt"):
+        prompts_to_answer(file, tokenizer, 2048, 501)
+    file.write_text("import\n")
+    assert prompts_to_answer(file, tokenizer, 2048, 501) == ()

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conftest import change_json
 from openquant.data.corpus import Corpus, Document
+from openquant.errors import UsageError
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import Evaluation, ModelUnderTest
+from openquant.evaluation.results import (
+    Evaluation,
+    HiddenStateDistances,
+    ModelUnderTest,
+    RouteCounts,
+    require_one_model,
+)
 from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 
 CORPUS = Corpus((Document("a", "a", tuple(range(10, 42))), Document("b", "b", tuple(range(40, 72)))), "0", {})
@@ -47,21 +56,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoints.write(tmp_path_factory.mktemp("results") / "source")
 
 
-def with_settings(source: Path, root: Path, *settings: dict[str, Any]) -> Evaluation:
-    """The source held against copies of it with other settings in config.json."""
-    subjects = [ModelUnderTest("source", open_checkpoint(source))]
-    for number, one in enumerate(settings):
-        copy = shutil.copytree(source, root / str(number))
-        change_json(copy / "config.json", lambda config, one=one: config.update(one))
-        subjects.append(ModelUnderTest(str(number), open_checkpoint(copy)))
-    return compare_outputs(subjects[0], subjects[1:], CORPUS)
+def with_settings(source: Path, root: Path, settings: dict[str, Any]) -> Evaluation:
+    """The source held against a copy of it with other settings in config.json."""
+    copy = shutil.copytree(source, root / "copy")
+    change_json(copy / "config.json", lambda config: config.update(settings))
+    first, other = (ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, copy))
+    return compare_outputs(first, [other], CORPUS)
 
 
 def test_settings_that_change_no_answer_are_not_suspected(source: Path, tmp_path: Path) -> None:
-    settings = [{name: value} for name, value in WITHOUT_EFFECT.items()]
-    outputs = with_settings(source, tmp_path, *settings).outputs
-    for found, one in zip(outputs, settings, strict=True):
-        assert (found["suspects"], found["verdict"], found["kl"]["mean"]) == ([], "same", 0), one
+    [found] = with_settings(source, tmp_path, WITHOUT_EFFECT).outputs
+    assert (found["suspects"], found["verdict"], found["kl"]["mean"]) == ([], "same", 0), found["reasons"]
 
 
 def test_all_other_settings_are_suspected(source: Path, tmp_path: Path) -> None:
@@ -71,3 +76,88 @@ def test_all_other_settings_are_suspected(source: Path, tmp_path: Path) -> None:
         "config.json: hidden_act is 'gelu', the source has 'silu'",
         "config.json: unknown.inner is [1, 2], the source has None",
     ]
+
+
+def pair(path: Path) -> tuple[ModelUnderTest, StreamedModel]:
+    checkpoint = open_checkpoint(path)
+    return ModelUnderTest(path.name, checkpoint), StreamedModel(checkpoint)
+
+
+def test_models_of_another_class_size_or_vocabulary_are_refused(tmp_path: Path) -> None:
+    source = pair(small_checkpoints.write(tmp_path / "source"))
+    require_one_model(*source, *pair(small_checkpoints.write(tmp_path / "same")))
+    fewer = small_checkpoints.write(tmp_path / "fewer")
+    change_json(fewer / "config.json", lambda found: found.update(num_hidden_layers=1, layer_types=["full_attention"]))
+    others = {
+        small_checkpoints.write(tmp_path / "llama", "LlamaForCausalLM"): ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+        small_checkpoints.write(tmp_path / "small", vocab=300): ("300 tokens", "512 tokens"),
+        # The output head counts beside them.
+        fewer: ("2 layers", "3 layers"),
+    }
+    for path, (theirs, mine) in others.items():
+        with pytest.raises(UsageError) as raised:
+            require_one_model(*source, *pair(path))
+        assert raised.value.message == f"{path.name} has {theirs}, source has {mine}"
+        assert raised.value.hint == "name the model that it was made from"
+
+
+# One gives experts the numbers of those that were chosen, the other every token, as zeros where it was not.
+@pytest.mark.parametrize(
+    ("architecture", "router"), [("Qwen3MoeForCausalLM", "mlp.gate"), ("Llama4ForCausalLM", "feed_forward.router")]
+)
+def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: str, tmp_path: Path) -> None:
+    streamed = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", architecture)))
+    routes = RouteCounts()
+    routes.register_hooks(streamed.model)
+    ids = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(0))
+    chosen: list[list[list[int]]] = []
+
+    def note(module: Any, args: tuple[torch.Tensor, ...], output: object) -> None:
+        del output
+        logits = torch.nn.functional.linear(args[0].reshape(-1, module.weight.shape[1]), module.weight)
+        chosen.append(logits.topk(module.top_k).indices.sort(-1).values.tolist())
+
+    with streamed.resident() as model:
+        gate = model.get_submodule(f"model.layers.1.{router}")
+        gate.register_forward_hook(note)
+        for number in range(3):
+            routes.pass_number = number
+            model(input_ids=ids, use_cache=False)
+            # The second pass goes as the first did, the third otherwise.
+            if number == 1:
+                gate.weight.data = gate.weight.flip(0).clone()
+    before, same, after = chosen
+    expected = sum(mine != theirs for mine, theirs in zip(before, after, strict=True)) / 40
+    assert (before == same, expected > 0.2) == (True, True)
+    assert [routes.share("model.layers.1", number) for number in (1, 2)] == [0, expected]
+    assert routes.share("model.layers.0", 1) is None
+    # As another process that counted the same adds it.
+    routes.merge(dict(routes.counts))
+    assert routes.share("model.layers.1", 2) == expected
+
+
+def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
+    mine, other = HiddenStateDistances(), HiddenStateDistances()
+    source = torch.tensor([[[3.0, 4.0], [0.0, 2.0], [6.0, 8.0]]])
+    # One token 0.2 off, one not at all, one 1 off; then a document of one token, 2 off.
+    output = torch.tensor([[[4.0, 4.0], [0.0, 2.0], [0.0, 0.0]]])
+    for number, hidden in ((0, source), (1, output), (2, source)):
+        mine.add("layers.0", number, hidden)
+    for number, hidden in ((0, source[:, :1]), (1, source[:, :1] * 3), (2, source[:, :1])):
+        other.add("layers.0", number, hidden)
+    assert mine.mean("layers.0", 1) == pytest.approx(1.2 / 3)
+    assert other.mean("layers.0", 1) == 2
+    mine.merge(other.sums)
+    assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 4)
+    assert mine.mean("layers.0", 2) == 0
+    mine.add("layers.0", 0, source)
+    mine.add("layers.0", 1, source)
+    assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 7)
+    assert list(mine.layers) == ["layers.0"]
+
+
+def test_what_is_far_from_nothing_is_finite() -> None:
+    distances = HiddenStateDistances()
+    distances.add("layers.0", 0, torch.zeros(1, 1, 2))
+    distances.add("layers.0", 1, torch.zeros(1, 1, 2))
+    assert distances.mean("layers.0", 1) == 0

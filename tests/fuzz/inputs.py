@@ -447,7 +447,7 @@ TEMPLATES = [
 
 
 def prompts(case: Case) -> Trial:
-    from openquant.data.prompts import read_prompts
+    from openquant.data.domains import read_prompts
     from openquant.data.tokenizer import load_tokenizer
 
     path = written(case, "prompts")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from conftest import EXAMPLE, change_json
 from openquant import compress, evaluate
 from openquant.errors import UsageError
-from openquant.evaluation import generate
+from openquant.evaluation import as_served
 from openquant.files.model_files import EVAL_FILE
 from openquant.hub.source import AHEAD
 from openquant.options import Evaluate
@@ -150,7 +150,7 @@ def named(found: object, source: str, output: str) -> Any:
 @pytest.fixture
 def expected(source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is found of the files themselves, with texts along a document, as where a model has no room."""
-    monkeypatch.setattr(generate, "available_memory", lambda: 1000)
+    monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     found = evaluate([output], source, samples=2, length=32, out=tmp_path / "local.json").to_json()
     return dict(named(found, "name", "out"))
 

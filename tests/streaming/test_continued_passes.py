@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +11,15 @@ from torch import Tensor
 
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import pass_checkpoint
-from openquant.streaming.hooks import TextCache
-from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.interleaved import ForwardPass, TextCache, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.streaming.pass_checkpoint import PassCheckpoint
-from openquant.streaming.transformers_internals import cache_argument
 from support.conversions import Shelf
 from support.representatives import representatives
 
 
 def logits(streamed: StreamedModel, ids: Tensor, cached: bool) -> Tensor:
-    options: dict[str, Any] = {"use_cache": cached}
-    if cached:
-        options[cache_argument(streamed.model)] = TextCache(streamed.model.config)
-    found: Tensor = streamed.model(input_ids=ids[None], **options).logits[0]
-    return found
+    return streamed.logits(ids, TextCache(streamed.model.config) if cached else None)
 
 
 def run(model: StreamedModel, kept: PassCheckpoint) -> list[Tensor]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from conftest import EXAMPLE, ROOT, change_json
-from openquant import calibrate, compress, dequantize, evaluate
+from openquant import compress
 from openquant.cli.commands import main
 from openquant.errors import UsageError
-from openquant.evaluation.generate import fits_in_memory
+from openquant.evaluation.as_served import fits_in_memory
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.formats.schemes import INT4_W4A16
@@ -35,6 +35,7 @@ from openquant.streaming.memory import (
     scoring_step,
     weight_memory,
 )
+from openquant.streaming.session import hidden_bytes, vocabulary_of
 from support import small_checkpoints
 from support.representatives import everything
 
@@ -80,7 +81,7 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
             "calibrate": ["calibrate", wide, "-o", out, *TEXTS],
             "fit": ["compress", "-m", wide, "-o", out, "--fit", "6bits", "--gptq", *TEXTS],
             "search": ["fit", wide, "--search"],
-            "eval": ["eval", stored, "--source", wide, "--out", out, *TEXTS],
+            "eval": ["eval", stored, "--source", wide, "--out", out, *TEXTS, "--no-prompts"],
         }[verb]
     ]
 
@@ -137,22 +138,6 @@ def test_steps_of_fit_grow_with_what_is_in_memory(wide: Path, monkeypatch: pytes
     )
     of_head = [mixtures_step(deep, 2, copies, 2048, True).nbytes for copies in (1, 2)]
     assert of_head[1] - of_head[0] == head
-
-
-def test_python_refuses_the_same(wide: Path, stored: Path, tmp_path: Path) -> None:
-    limit: Any
-    for limit in (0, 1, "1"):
-        for call in (
-            partial(compress, wide, tmp_path / "out"),
-            partial(compress, wide, tmp_path / "out", "int4", gptq=True),
-            partial(dequantize, stored, tmp_path / "out"),
-            partial(calibrate, wide, tmp_path / "out"),
-            partial(evaluate, [stored], wide, out=tmp_path / "out"),
-        ):
-            with pytest.raises(UsageError, match=rf"^a memory of {limit} bytes is too little: ") as caught:
-                call(max_memory=limit)
-            assert re.match(r"give --max-memory [\d.]+[MG]B or more", caught.value.hint)
-    assert list(tmp_path.iterdir()) == []
 
 
 # Runs a command, and says the most that its process had resident. The check of --fit has fewer texts.
@@ -222,3 +207,19 @@ def test_models_without_room_answer_no_prompts() -> None:
 def test_sizes_in_hints_are_as_the_option_takes_them() -> None:
     for nbytes, expected in ((1, "10MB"), (500_000_000, "510MB"), (980_000_000, "1GB"), (1_300_000_000, "1.4GB")):
         assert rounded_up(nbytes) == expected
+
+
+def test_sizes_may_be_those_of_the_text_config(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 100}
+    rows: list[tuple[dict[str, Any], int, int | None]] = [
+        (sizes, 64, 100),
+        ({"text_config": sizes}, 64, 100),
+        ({"hidden_size": None, "vocab_size": None, "text_config": sizes}, 64, 100),
+        ({"text_config": "none"}, 0, None),
+    ]
+    opened = open_checkpoint(small_checkpoints.write(tmp_path))
+    for config, size, vocabulary in rows:
+        checkpoint = replace(opened, config=config)
+        # Hidden states and embeddings, two bytes a value.
+        assert hidden_bytes(checkpoint, 10) == 10 * size * 2 * 2, config
+        assert vocabulary_of(checkpoint) == vocabulary, config

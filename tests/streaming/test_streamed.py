@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,15 +18,16 @@ import pytest
 import torch
 from greenlet import getcurrent, greenlet
 
-from conftest import change_json
+from conftest import EXAMPLE, change_json
 from openquant import dequantize
 from openquant.errors import OpenQuantError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import interleaved
+from openquant.streaming import model as model_module
 from openquant.streaming import model as module
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.meta_model import LazyTensors
-from openquant.streaming.model import StreamedModel
+from openquant.streaming.model import PassProgress, StreamedModel, limited_threads, threads_for
 from openquant.streaming.offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from support import quantized_checkpoints, small_checkpoints
 from support.conversions import Shelf
@@ -242,19 +243,6 @@ def test_passes_of_a_group_go_side_by_side(model: StreamedModel) -> None:
     assert len(entered) == 2 * len(units)
 
 
-def test_until_ends_all_after_a_unit(model: StreamedModel) -> None:
-    seen, ends = [], []
-    run_interleaved(
-        [[forward(model, batch)] for batch in BATCHES],
-        finished=lambda *_: ends.append(1),
-        after_unit=lambda unit, *_: seen.append(unit),
-        until="model.layers.0",
-    )
-    assert seen == ["model.embed_tokens"] * 3 + ["model.layers.0"] * 3
-    assert ends == []
-    assert passes_left() == []
-
-
 def test_a_forward_of_the_callers_own_stays(model: StreamedModel) -> None:
     layer = model.units["model.layers.0"]
     original, calls = layer.forward, []
@@ -374,16 +362,6 @@ def test_resident_models_generate(model: StreamedModel) -> None:
     assert all(value.isnan().all() for value in model.model.parameters())
 
 
-def test_generation_runs_streamed(model: StreamedModel) -> None:
-    def generate() -> torch.Tensor:
-        return model.model.generate(BATCHES[0], max_new_tokens=4, do_sample=False)
-
-    found = []
-    run_interleaved([[ForwardPass(model, generate)]], finished=lambda _group, _number, value: found.append(value))
-    with model.resident():
-        assert torch.equal(found[0], generate())
-
-
 HOSTILE: list[tuple[dict, str]] = [
     ({"architectures": ["pipeline"]}, "has no language model pipeline"),
     ({"architectures": ["os.system"]}, r"has no language model os\.system"),
@@ -444,26 +422,14 @@ def test_draft_layers_are_left_out(tmp_path: Path) -> None:
     assert all(name.startswith("model.layers.2.") for name in model.unexpected)
 
 
-def test_weights_that_are_missing_or_nan_are_named(source: Path, tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    small_checkpoints.change_weights(source, lambda weights: weights.pop(name))
-    with pytest.raises(OpenQuantError, match=f"{name} of Qwen3ForCausalLM is missing"):
-        streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES)
-    assert passes_left() == []
     make, config, _ = quantized_checkpoints.SOURCES["fp8 blocks"]
     coded = quantized_checkpoints.store(tmp_path / "coded", make, config)
     small_checkpoints.change_weights(coded, lambda weights: weights[name].view(torch.uint8)[0].fill_(0x7F))
     with pytest.raises(OpenQuantError, match=f"{name} in model.safetensors holds NaN"):
         streamed_logits(StreamedModel(open_checkpoint(coded)), BATCHES)
-
-
-def test_a_shard_that_changes_is_refused(source: Path) -> None:
-    model = StreamedModel(open_checkpoint(source))
-    for path in source.glob("*.safetensors"):
-        with path.open("ab") as file:
-            file.write(b"more")
-    with pytest.raises(OpenQuantError, match="has another size than when its header was read"):
-        streamed_logits(model, BATCHES)
+    assert passes_left() == []
 
 
 def mapped(directory: Path) -> int:
@@ -518,14 +484,7 @@ def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
     visited: Counter[int] = Counter()
     original = torch.nn.Module._save_to_state_dict
     for layers in (2, 6):
-        weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-        first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
-        for number in range(layers):
-            weights |= {name.replace(".0.", f".{number}.", 1): weight.clone() for name, weight in first.items()}
-        source = small_checkpoints.write(tmp_path / str(layers), "Qwen3ForCausalLM", weights=weights)
-        config = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
-        change_json(source / "config.json", lambda known, config=config: known.update(config))
-        streamed = StreamedModel(open_checkpoint(source))
+        streamed = StreamedModel(open_checkpoint(small_checkpoints.write_layers(tmp_path / str(layers), layers)))
 
         def counted(self: torch.nn.Module, *args: object, layers: int = layers) -> None:
             visited[layers] += 1
@@ -537,3 +496,38 @@ def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
         assert not streamed.model.get_submodule("model.layers.1.mlp.up_proj").weight.isnan().any()
         assert len(streamed.model.model.layers) == layers
     assert visited[2] == visited[6] > 0
+
+
+def test_tokens_count_once_they_are_through_all_layers() -> None:
+    told: list[tuple[int, int]] = []
+    progress = PassProgress({"tower": 1.0, "a": 1.0, "b": 3.0}, 100, lambda *step: told.append(step), more=7)
+    # An embedding, then two texts in each layer, of which the first goes through once before; a tower has none.
+    for unit, group in (("embedding", 2), ("a", 0), ("a", 1), ("a", 2), ("b", 1), ("b", 2)):
+        progress.layer_done(unit, group, 2)
+    progress.more_done(7)
+    assert told == [(0, 107), (0, 107), (12, 107), (25, 107), (62, 107), (100, 107), (107, 107)]
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_are_as_many_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    model = StreamedModel(open_checkpoint(EXAMPLE))
+    for tokens, cpus, threads in ((512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)):
+        monkeypatch.setattr(model_module, "available_cpus", lambda cpus=cpus: cpus)
+        assert threads_for(model, tokens) == threads, (tokens, cpus)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_the_number_is_as_before_afterwards() -> None:
+    torch.set_num_threads(3)
+    with pytest.raises(KeyError), limited_threads(2):
+        assert torch.get_num_threads() == 2
+        raise KeyError
+    assert torch.get_num_threads() == 3

@@ -43,30 +43,19 @@ ALL = [
 FOR_BLOCKS = [
     *DENSE,
     "Qwen3MoeForCausalLM",
-    "BloomForCausalLM",
     "Blip2ForConditionalGeneration",
     "DeepseekV3ForCausalLM",
     "GPTBigCodeForCausalLM",
-    "Gemma4UnifiedForConditionalGeneration",
-    "Lfm2MoeForCausalLM",
-    "MiMoForCausalLM",
     "MixtralForCausalLM",
-    "NemotronHForCausalLM",
     "Phi3ForCausalLM",
-    "Qwen2VLForConditionalGeneration",
 ]
 FOR_CHANNELS = [
     "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
     "FalconForCausalLM",
-    "GPTNeoXForCausalLM",
     "Glm4MoeForCausalLM",
     "InternVLForConditionalGeneration",
     "JambaForCausalLM",
-    "KimiK25ForConditionalGeneration",
-    "PhiMoEForCausalLM",
     "Qwen3NextForCausalLM",
-    "Qwen3_5MoeForCausalLM",
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")
@@ -213,11 +202,8 @@ MIXTURES = [
     ("Qwen3ForCausalLM", "tensor", {"scheme_for": ATTENTION}, True),
     ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.self_attn.*": "block"}}, False),
     ("Qwen3MoeForCausalLM", "block", {"scheme_for": EXPERTS}, True),
-    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "int4"}}, True),
-    ("Qwen3MoeForCausalLM", "block", {"ignore": ["**.experts.**"]}, True),
     ("Qwen3ForCausalLM", "block", {"tp": 2}, False),
     ("Qwen3ForCausalLM", "channel", {"quantize_lm_head": True}, True),
-    ("Qwen3ForCausalLM", "block", {"quantize_lm_head": True}, False),
 ]
 
 

@@ -14,10 +14,10 @@ _ROOT = Path(__file__).parent.parent.parent
 # Saves passes after every layer, and is killed as a file gets its name for the time that the first argument says.
 _PROGRAM = """
 import os, signal, sys
-from openquant.evaluation import generate
+from openquant.evaluation import as_served
 from openquant.streaming import pass_checkpoint
 from openquant.cli.commands import main
-generate.BUILT_IN = 1
+as_served.BUILT_IN = 1
 pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
 replace, left = os.replace, [int(sys.argv[1])]
 def replaced(old, new, **more):

@@ -344,6 +344,20 @@ def change_weights(root: Path, change: Callable[[dict[str, torch.Tensor]], Any])
         index.write_text(json.dumps(found))
 
 
+def write_layers(root: Path, layers: int, vocab: int = 512) -> Path:
+    """A Qwen3 of so many layers, which are alike."""
+    weights = tensors("Qwen3ForCausalLM", vocab=vocab)
+    first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
+    weights = {name: weight for name, weight in weights.items() if not name.startswith("model.layers.1.")}
+    for number in range(layers):
+        weights |= {name.replace(".0.", f".{number}.", 1): weight.clone() for name, weight in first.items()}
+    write(root, weights=weights, vocab=vocab)
+    config_file = root / "config.json"
+    sizes = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | sizes))
+    return root
+
+
 def changed_copy(root: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     """A copy of a directory with its tensors changed."""
     out.mkdir()
