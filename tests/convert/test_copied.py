@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import run_openquant, tree
-from openquant import compress, dequantize
+from openquant import compress
 from openquant.convert import conversion
 from openquant.files.output import OutputDirectory
 from support import small_checkpoints
@@ -62,21 +62,6 @@ def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["not_finite"] == FOUND
 
 
-def test_a_note_names_three_and_counts_the_others(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
-
-    def change(held: dict[str, torch.Tensor]) -> None:
-        for name, tensor in held.items():
-            if name.endswith("norm.weight"):
-                tensor[0] = math.nan
-
-    small_checkpoints.change_weights(root, change)
-    done = run_openquant("compress", "-m", root, "-o", tmp_path / "out")
-    names = sorted(name for name in load_file(root / "model.safetensors") if name.endswith("norm.weight"))
-    some = ", ".join(f"{name} holds NaN (1 value)" for name in names[:3])
-    assert f"not quantized {some} and {len(names) - 3} more hold NaN or infinity: " in done.stdout + done.stderr
-
-
 def test_a_run_that_is_continued_names_those_of_finished_shards(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +77,7 @@ def test_a_run_that_is_continued_names_those_of_finished_shards(
             raise Stop
 
     compress(source, tmp_path / "whole")
-    for finished in range(1, SHARDS + 1):
+    for finished in (2, SHARDS):
         out, left[0] = tmp_path / str(finished), finished
         with monkeypatch.context() as patched:
             patched.setattr(OutputDirectory, "publish", stopping)
@@ -113,14 +98,3 @@ def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> N
     small_checkpoints.change_weights(root, change)
     result = compress(root, tmp_path / "out", ignore=["**.experts.**"])
     assert result.not_finite == {f"{stack.replace('down_proj', '2.down_proj')}.weight": "NaN (1 value)"}
-
-
-def test_dequantize_names_them_too(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
-    compress(root, tmp_path / "fp8")
-
-    def change(held: dict[str, torch.Tensor]) -> None:
-        held[NORM][0] = math.inf
-
-    small_checkpoints.change_weights(tmp_path / "fp8", change)
-    assert dequantize(tmp_path / "fp8", tmp_path / "plain").not_finite == {NORM: "infinity (1 value)"}

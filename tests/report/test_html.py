@@ -24,9 +24,8 @@ from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.cards import evaluation_digest, find_evaluation
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.destination import Destination
 from openquant.report.charts import by_depth, by_part, distribution, draw_distribution, draw_picture
-from openquant.report.html import PICTURE, PageContent, evaluated_page, render_page, write_evaluated
+from openquant.report.html import PageContent, evaluated_page, render_page
 from support.evaluation_files import EVIL, evaluation, hostile, several, with_tasks
 
 ALLOWED = {
@@ -203,12 +202,6 @@ def test_a_picture_of_one_output_says_what_its_figures_are(subtests, monkeypatch
             assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
 
 
-def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = texts_in_picture(monkeypatch, several())
-    assert "3 outputs of org/tiny" in texts
-    assert "bars are 95 % intervals; measured on 1,500 tokens of 8 texts (prose.txt)" in texts
-
-
 def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -261,26 +254,6 @@ def test_the_details_of_a_single_output_are_open() -> None:
     assert '<details class="output" open><summary><h2>tiny-FP8 beside org/tiny' in text
     assert rows(text)[0] == ["size", "8.39 MB", "", "", "5.25 MB, 62.5 %"]
     assert "on-phone" not in text.split("</style>")[1]
-
-
-def test_eval_writes_a_picture_of_all_outputs(tmp_path: Path) -> None:
-    picture = Destination(tmp_path / "all.png", "--figure", PICTURE)
-    write_evaluated(several(), ["org/tiny", "a", "b", "c"], None, picture)
-    data = (tmp_path / "all.png").read_bytes()
-    assert all(evaluation_digest(one).encode() in data for one in several())
-
-
-def test_each_cell_says_its_column_for_a_narrow_screen() -> None:
-    text = whole_page() + page_of_several()
-    for table in re.findall(r"<table class=\"[^\"]*stacks\">.*?</table>", text, re.DOTALL):
-        heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[ >].*?</th>", table, re.DOTALL)]
-        heads = [head.split(">")[-1] for head in heads]
-        for row in re.findall(r"<tr>(.*?)</tr>", table.split("<tbody>")[1], re.DOTALL):
-            cells = re.findall(
-                r"<td( class=\"name\")?[^>]*?(?: data-column=\"(.*?)\")?(?: data-value=\"[^\"]*\")?>", row
-            )
-            assert len(cells) == len(heads)
-            assert all(name or column in (head, "") for (name, column), head in zip(cells, heads, strict=True))
 
 
 def test_curves_do_not_fall_to_zero_at_their_ends() -> None:
