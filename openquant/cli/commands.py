@@ -36,18 +36,8 @@ from ..options import (
     options_of,
     values_for,
 )
+from . import console
 from .arguments import SHELLS, Parser, compress_parser, verb_parser
-from .console import (
-    Interrupts,
-    Terminal,
-    columns,
-    fail,
-    mend_streams,
-    print_json,
-    require_printed,
-    say,
-    say_lines,
-)
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -72,7 +62,7 @@ class Call:
         interrupts: is checked between pieces of work.
     """
 
-    def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: Interrupts) -> None:
+    def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: console.Interrupts) -> None:
         self.given = given
         self.command = Command(**values_for(Command, given))
         self.ranks = ranks
@@ -83,7 +73,7 @@ class Call:
             # torch's store logs pages about a lost connection; our message is one line.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             if not self.command.quiet:
-                ranks.say = partial(say, stream=sys.stderr)
+                ranks.say = partial(console.say, stream=sys.stderr)
 
     def values(self, *kinds: type) -> dict[str, Any]:
         """Return the given values of the options of some classes, by name."""
@@ -97,9 +87,9 @@ class Call:
         """
         self.interrupts.check()
         if self.command.json:
-            print_json(to_json(), self.interrupts)
+            console.print_json(to_json(), self.interrupts)
         else:
-            require_printed(say(text(columns()), sys.stdout))
+            console.require_printed(console.say(text(console.columns()), sys.stdout))
         return 0
 
     def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:
@@ -118,7 +108,7 @@ class Call:
         """Say which files were written, after the result; with --json or --quiet nothing is said."""
         lines = [f"wrote {getattr(file, 'path', file)}" for file in files if file is not None]
         if lines and not self.command.json and not self.command.quiet:
-            require_printed(say_lines(lines, sys.stdout))
+            console.require_printed(console.say_lines(lines, sys.stdout))
 
 
 def compress_main(arguments: Sequence[str] | None = None) -> int:
@@ -159,12 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parser: Parser, words: Sequence[str]) -> int:
     as_json = "--json" in words
-    mend_streams()
+    console.mend_streams()
     try:
         given = vars(parser.parse_args(words))
     except OpenQuantError as error:
         if _find_ranks()[0].speaks:
-            fail(error.message, error.hint, as_json)
+            console.fail(error.message, error.hint, as_json)
         return EXIT_USER
     ranks, mistake = _find_ranks(given["verb"] in SHARED)
     if given.get("max_memory") is not None:
@@ -184,10 +174,10 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             if not isinstance(cause, OpenQuantError):
                 raise
             if ranks.speaks:
-                fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
+                console.fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
             return EXIT_USER
 
-    with Interrupts() as interrupts:
+    with console.Interrupts() as interrupts:
         try:
             code = run_verb()
             interrupts.check()
@@ -198,7 +188,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
                     continues = given["verb"] not in _FROM_THE_BEGINNING or given.get("search")
                     effect = " to continue" if continues else ": it starts from the beginning"
                     hint = f"run the same command again{effect}"
-                    fail("interrupted", hint, as_json and not interrupts.result_printed)
+                    console.fail("interrupted", hint, as_json and not interrupts.result_printed)
             finally:
                 # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
                 os._exit(EXIT_INTERRUPTED)
@@ -287,7 +277,7 @@ def _push(call: Call) -> int:
     call.interrupts.check()
     notes = [f"note: {note}" for note in push_notes(directory)]
     if notes:
-        say_lines(notes, sys.stderr)
+        console.say_lines(notes, sys.stderr)
     return call.show_lines({"output": directory, "pushed_to": address}, [f"pushed to {address}"])
 
 
@@ -328,11 +318,11 @@ def _convert(call: Call, work: Callable[..., Result]) -> int:
     if command.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
-    with closing(Terminal(call.interrupts, command, call.ranks.first)) as reporter:
+    with closing(console.Terminal(call.interrupts, command, call.ranks.first)) as reporter:
         result = work(**call.values(Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
-    require_printed(reporter.failure)
+    console.require_printed(reporter.failure)
     if command.json and call.ranks.first:
-        print_json(result.to_json(), call.interrupts)
+        console.print_json(result.to_json(), call.interrupts)
     return 0
 
 
@@ -340,7 +330,7 @@ def _diagnose(call: Call) -> int:
     from ..api import diagnose
     from ..report.text import diagnosis_text
 
-    with closing(Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
+    with closing(console.Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
         diagnosis = diagnose(**call.values(Diagnose), reporter=reporter)
     return call.show(diagnosis.to_json, partial(diagnosis_text, diagnosis, call.command.verbose))
 
@@ -378,9 +368,9 @@ def _search(call: Call) -> int:
 
     command = call.command
     page = _page(call)
-    with closing(Terminal(call.interrupts, command)) as reporter:
+    with closing(console.Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(Search), reporter=reporter)
-    require_printed(reporter.failure)
+    console.require_printed(reporter.failure)
 
     if page is not None:
         from ..report.html import render_page, searched_page
@@ -402,7 +392,7 @@ def _calibrate(call: Call) -> int:
         preview = preview_calibration(Calibrate(**options), CalibrationTexts(**texts))
         return call.show_preview(preview) if ranks.first else 0
 
-    with closing(Terminal(call.interrupts, call.command, ranks.first)) as reporter:
+    with closing(console.Terminal(call.interrupts, call.command, ranks.first)) as reporter:
         written = calibrate(**options, **texts, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
@@ -434,7 +424,7 @@ def _eval(call: Call) -> int:
     return _judge(call, evaluation, options.fail_above)
 
 
-class _Figures(Terminal):
+class _Figures(console.Terminal):
     """Prints the figures of eval before its files are written, so that hours of work are seen even if a disk is full.
 
     Attributes:
@@ -454,7 +444,7 @@ class _Figures(Terminal):
         figures = evaluation.to_json()
         try:
             if self.call.command.json:
-                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
+                console.say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
             self.call.show(lambda: figures, partial(evaluation_text, figures, evaluation.notes))
         except OpenQuantError as error:
             self.unprinted = error
@@ -471,7 +461,9 @@ def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     for output in above:
         mean = round_figure(output["kl"]["mean"], lambda kl: kl > limit)
         if call.ranks.first:
-            say_lines([f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr)
+            console.say_lines(
+                [f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr
+            )
     return EXIT_PROBLEMS if above else 0
 
 
@@ -510,7 +502,7 @@ def _verify(call: Call) -> int:
     from ..report.text import verification_text
     from ..verification.verify import verify
 
-    with closing(Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
+    with closing(console.Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
         report = verify(**call.values(Check), reporter=reporter)
 
     if report.quantized and not report.problems and not call.given.get("full"):

@@ -76,6 +76,7 @@ class _Recognition:
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
         self.plan = plan
         self.checkpoint = output
+        self._place = output.place
         self.codes = codes
         self.stated = stated
         self.source = Reader(plan.decoded.where, plan.decoded.root.joinpath)
@@ -206,9 +207,6 @@ class _Recognition:
         """The name of the tensor that holds a smooth layer: a norm, or a projection's codes."""
         name = f"{module}.weight"
         return self.codes[name].codes.name if name in self.codes else name
-
-    def _place(self, name: str) -> str:
-        return f"{self.checkpoint.where[name].shard}: {name}"
 
 
 def _nearest_powers(before: Floats, after: Floats) -> Floats:

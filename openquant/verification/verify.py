@@ -44,15 +44,7 @@ from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
-from .checks import (
-    check_headers,
-    config_differences,
-    extra_files,
-    extra_weights,
-    judge_config,
-    missing_keys,
-    without_quantization,
-)
+from . import checks
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .find_smoothing import recognize_smoothing
 from .headers import Findings, Headers, Report, describe
@@ -111,7 +103,7 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         # The generic entry says nothing of engines.
         model = None
 
-    headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
+    headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, options.full, facts, requested)
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
     contents = verification.contents
@@ -197,6 +189,7 @@ class _Verification:
         self.facts = facts or WeightFacts()
 
         self.checkpoint = headers.checkpoint
+        self._place = headers.place
         self.origin = source
         # The source as if its quantized weights were bfloat16, and these weights by tensor name.
         self.source: Checkpoint | None = None
@@ -214,7 +207,6 @@ class _Verification:
         self.notes = findings.notes
         self.codes = headers.codes
         self.scheme = headers.scheme
-        self._place = headers.place
         self.as_engines_load = headers.quantization.checked_as_engines_load
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
@@ -241,7 +233,7 @@ class _Verification:
         self._open_with_library()
 
         self._check_extra_files()
-        self.problems += missing_keys(self.checkpoint.config, self.required_keys)
+        self.problems += checks.missing_keys(self.checkpoint.config, self.required_keys)
         self.problems += self._incomplete()
 
         if self.source is not None:
@@ -302,8 +294,8 @@ class _Verification:
         if self.source is not None:
             expected = {*self.source.files, "README.md", "config.json"}
             where = "not in the source"
-        problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
-        self.problems += [*extra_weights(self.checkpoint), *problems]
+        problems, notes = checks.extra_files(self.checkpoint, expected, where, self.ours)
+        self.problems += [*checks.extra_weights(self.checkpoint), *problems]
         self.notes += notes
         try:
             find_evaluation(self.checkpoint)
@@ -336,13 +328,14 @@ class _Verification:
 
     def _compare_config(self, source: Checkpoint) -> None:
         output_config, source_config = (
-            without_quantization(config, self.required_keys) for config in (self.checkpoint.config, source.config)
+            checks.without_quantization(config, self.required_keys)
+            for config in (self.checkpoint.config, source.config)
         )
         if self.ours:
-            for difference in config_differences(output_config, source_config):
+            for difference in checks.config_differences(output_config, source_config):
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
-        for difference, changes_model in judge_config(output_config, source_config):
+        for difference, changes_model in checks.judge_config(output_config, source_config):
             found = self.problems if changes_model else self.notes
             found.append(f"config.json: {difference.text('the source has')}")
 

@@ -134,6 +134,7 @@ class _Finder:
 
     def __init__(self, checkpoint: Checkpoint, quantization: Quantization, findings: Findings) -> None:
         self.checkpoint = checkpoint
+        self._place = checkpoint.place
         self.quantization = quantization
         self.findings = findings
         self.codes: dict[str, Weight] = {}
@@ -198,9 +199,6 @@ class _Finder:
 
         if not self.codes and self.quantization.groups:
             self.findings.notes.append("nothing is quantized")
-
-    def _place(self, name: str) -> str:
-        return f"{self.checkpoint.where[name].shard}: {name}"
 
     def _add_columns(self, pair: CodesAndScale, fmt: Format) -> None:
         """Add a weight in AWQ's or GPTQ's layout, whose codes are packed along columns."""
