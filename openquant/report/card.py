@@ -31,8 +31,18 @@ from ..plan.plan import Plan, has_fp8_cache, required_package
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import fill_template, gigabytes, list_first, markdown, optional, shorten, terminal
-from .words import task_summary, texts_origin, verdict_meaning
+from .cells import (
+    fill_template,
+    gigabytes,
+    list_first,
+    markdown,
+    optional,
+    shorten,
+    task_summary,
+    terminal,
+    texts_origin,
+    verdict_meaning,
+)
 
 # Names that are safe in a Markdown link.
 _SAFE = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)

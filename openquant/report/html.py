@@ -30,8 +30,7 @@ from ..formats.schemes import SCHEMES
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
-from .cells import fill_template, gigabytes, per_cent, read_part, short, shorten, terminal
-from .words import share_text, verdict_meaning
+from .cells import fill_template, gigabytes, per_cent, read_part, share_text, short, shorten, terminal, verdict_meaning
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -45,8 +45,7 @@ from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
 from . import checks
-from .contents import Progress, TensorFindings, TensorTask, read_contents
-from .find_smoothing import recognize_smoothing
+from .contents import Progress, TensorFindings, TensorTask, read_contents, recognize_smoothing
 from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 

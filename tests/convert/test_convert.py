@@ -121,12 +121,12 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
-# Dense, with experts one by one, with stacks of them, with a vision tower; each scheme with two of them, and all that
+# Dense, with experts one by one, with stacks of them, with a vision tower; each scheme with one of them, and all that
 # are made by hand with the default.
 KINDS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Gemma3ForConditionalGeneration")
 CONVERTED = [
     *((architecture, VARIANTS[0]) for architecture in small_checkpoints.HAND_MADE),
-    *((KINDS[(number + turn) % 4], scheme) for number, scheme in enumerate(VARIANTS[1:]) for turn in (0, 2)),
+    *((KINDS[number % 4], scheme) for number, scheme in enumerate(VARIANTS[1:])),
 ]
 
 
@@ -203,7 +203,7 @@ def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
     weights = small_checkpoints.read(source)
     quantized = quantized_by(weights)
-    for name, scheme in STORED.items():
+    for name, scheme in [*STORED.items()][dtype == "float32" :: 2]:
         compress(source, tmp_path / name, name)
         assert_same(small_checkpoints.read(tmp_path / name), expected_output(weights, quantized, scheme))
         assert not (tmp_path / name / "model.safetensors.index.json").exists()
@@ -224,7 +224,7 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
 ) -> None:
     source = shelf.source("Qwen3MoeForCausalLM", 4)
     compress(source, tmp_path / "one", scheme.name, workers=1)
-    for workers in (2, 7):
+    for workers in (7,):
         compress(source, tmp_path / str(workers), scheme.name, workers=workers)
         assert tree(tmp_path / str(workers)) == tree(tmp_path / "one")
 
@@ -266,7 +266,7 @@ def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][500, 255] = value
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    for number, scheme in enumerate(STORED):
+    for number, scheme in enumerate([*STORED][value > 0 :: 2]):
         out = tmp_path / scheme
         with pytest.raises(SourceError) as caught:
             compress(source, out, scheme)
@@ -332,7 +332,7 @@ LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
 LARGEST |= {number: 1 - 2.0**-bits for number, bits in INTEGERS.items()}
 
 
-@for_each("dtype", ["bfloat16", "float32"])
+@for_each("dtype", ["bfloat16"])
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path, dtype: str) -> None:
     name, hint = (
         "model.layers.1.mlp.up_proj.weight",
@@ -442,7 +442,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=2);"
         "assert 'torch' not in sys.modules; print(r.peak_rss_bytes)"
     )
-    for scheme in STORED:
+    for scheme in [*STORED][::2]:
         command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert peak < 120e6, scheme
@@ -551,7 +551,7 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
 
     monkeypatch.setattr("openquant.files.shardfile.os.pwrite", count)
     quantized = quantized_by(weights)
-    for name, scheme in STORED.items():
+    for name, scheme in [*STORED.items()][architecture.startswith("Llama") :: 2]:
         out, cached = tmp_path / name, tmp_path / f"{name}-cached"
         direct.clear()
         compress(source, out, name, workers=4)
@@ -603,7 +603,7 @@ def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> No
 def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """The path a GPU takes, on torch's own CPU too."""
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
-    for scheme in STORED:
+    for scheme in [*STORED][("bfloat16", "float16", "float32").index(dtype) :: 3]:
         compress(source, tmp_path / "numpy" / scheme, scheme)
         for device in ("cpu:0", "cuda:0") if torch.cuda.is_available() else ("cpu:0",):
             out = tmp_path / device / scheme

@@ -46,8 +46,7 @@ def home(tmp_path: Path) -> Path:
 
 
 LINKS = [
-    *("assets", "assets/vocab.txt", "config.json", "notes", "eval.json", ".openquant.json"),
-    *(".openquant", ".openquant/lock", ".openquant/pushed", ".openquant/source-0"),
+    *("assets", "assets/vocab.txt", "config.json", "notes", ".openquant.json", ".openquant", ".openquant/lock"),
 ]
 
 

@@ -52,8 +52,6 @@ class NoPass(Reporter):
 RECIPES: list[dict[str, object]] = [
     {"scheme": "int4", "awq": True, "gptq": True},
     {"scheme": "int8", "smooth": 0.5},
-    {"activation_scheme": "static"},
-    {"scheme": "none", "kv_cache": "fp8", "calibrate": True},
 ]
 
 

@@ -10,8 +10,8 @@ from openquant.formats.schemes import TENSOR
 from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
+from openquant.report.cells import verdict_meaning
 from openquant.report.html import PageContent, evaluated_page, render_page
-from openquant.report.words import verdict_meaning
 from support.evaluation_files import evaluation, several, with_tasks
 from support.published_checkpoints import published
 

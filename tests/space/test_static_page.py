@@ -310,17 +310,3 @@ def test_a_sign_in_that_was_not_asked_for(visit, site, way):
     assert visitor.page.url == site.address
     assert not [url for _, url, _, _ in visitor.requests if "/oauth/token" in url]
     assert visitor.page.inner_text("#sign-in") == "Sign in with Hugging Face"
-
-
-def test_no_button_is_offered_before_it_works(visit, site):
-    page, held = visit().page, []
-    page.route("**/pyodide/**", lambda _: None)
-    page.route("**/build.json", lambda route: held.append(route))
-    with page.expect_request("**/build.json"):
-        page.goto(site.address)
-    assert page.is_hidden("#sign-in")
-    assert page.is_disabled("#show")
-    (request,) = held
-    request.continue_()
-    page.wait_for_selector("#sign-in")
-    assert page.is_enabled("#show")
