@@ -52,7 +52,6 @@ def test_each_heading_has_its_line() -> None:
     serving = serving_to_json(*summary.serving(plan))  # type: ignore[misc]
     pages = [
         PageContent("x", evaluations=[routed], serving=serving),
-        evaluated_page(several(), []),
         evaluated_page([with_tasks(one) for one in several()], []),
     ]
     for page in pages:
