@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,9 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         model = None
 
     headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
-    verification = _Verification(headers, findings, journal_files, origin, options.full, facts, requested)
+    verification = _Verification(
+        headers, findings, journal_files, origin, options.full, facts or WeightFacts(), requested
+    )
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
     contents = verification.contents
 
@@ -162,68 +164,61 @@ def _since(start: float) -> float:
     return round(time.monotonic() - start, 3)
 
 
+@dataclass(eq=False)
 class _Verification:
     """The checks of `verify` that follow those of the headers: files, source, contents.
 
     They add to the problems and notes of the headers' checks.
+
+    Attributes:
+        files: names of the files that the run wrote; empty if not known.
+        origin: the source as it is; None without one.
+        architecture: the entry that --architecture names; None for that of the class.
+        source: the source as if its quantized weights were bfloat16.
+        decoded: these weights, by tensor name.
+        originals: the source's weights by module.
     """
 
-    def __init__(
-        self,
-        headers: Headers,
-        findings: Findings,
-        files: set[str],
-        source: Checkpoint | None,
-        full: bool,
-        facts: WeightFacts | None,
-        architecture: Architecture | None,
-    ) -> None:
-        self.headers = headers
-        # The entry that --architecture names; None for that of the class.
-        self.architecture = architecture
-        self.findings = findings
-        # Names of the files that the run wrote; empty if not known.
-        self.files = files
-        # What the run did to weights; of a directory that another tool made, nothing is known.
-        self.facts = facts or WeightFacts()
+    headers: Headers
+    findings: Findings
+    files: set[str]
+    origin: Checkpoint | None
+    full: bool
+    facts: WeightFacts
+    architecture: Architecture | None
 
+    source: Checkpoint | None = None
+    decoded: dict[str, Weight] = field(default_factory=dict)
+    originals: dict[str, Weight] = field(default_factory=dict)
+    plan: Plan | None = None
+    transforms: WeightTransforms = field(default_factory=WeightTransforms)
+    equal_files: int = 0
+    contents: TensorFindings = field(default_factory=TensorFindings)
+
+    def __post_init__(self) -> None:
+        headers = self.headers
         self.checkpoint = headers.checkpoint
-        self._place = headers.place
-        self.origin = source
-        # The source as if its quantized weights were bfloat16, and these weights by tensor name.
-        self.source: Checkpoint | None = None
-        self.decoded: dict[str, Weight] = {}
-        if source is not None:
-            self.source, self.decoded = decoded_view(source)
-
-        self.full = full
-        self.ours = findings.ours
-        self.recomputable = self.ours and not self.facts.from_quantized
-        # Whether quantizing the source again must give the same codes and scales.
-        self.recomputes = full and self.recomputable and headers.scheme is not None
-
-        self.problems = findings.problems
-        self.notes = findings.notes
         self.codes = headers.codes
         self.scheme = headers.scheme
+        self._place = headers.place
         self.as_engines_load = headers.quantization.checked_as_engines_load
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
 
-        entry = headers.entry
-        scheme = headers.scheme
+        self.problems = self.findings.problems
+        self.notes = self.findings.notes
+        self.ours = self.findings.ours
+        self.recomputable = self.ours and not self.facts.from_quantized
+        # Whether quantizing the source again must give the same codes and scales.
+        self.recomputes = self.full and self.recomputable and self.scheme is not None
+        if self.origin is not None:
+            self.source, self.decoded = decoded_view(self.origin)
+
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         self.required_keys: Mapping[str, str] = {}
-        if entry:
-            scheme_name = scheme.name if scheme else None
-            self.required_keys = entry.model.extra_config(scheme_name, self.checkpoint.config if self.ours else {})
-
-        self.plan: Plan | None = None
-        self.transforms = WeightTransforms()
-        # The source's weights by module.
-        self.originals: dict[str, Weight] = {}
-        self.equal_files = 0
-        self.contents = TensorFindings()
+        if headers.entry:
+            config = self.checkpoint.config if self.ours else {}
+            self.required_keys = headers.entry.model.extra_config(self.scheme and self.scheme.name, config)
 
     def run(self, workers: int, progress: Progress | None) -> None:
         """Run all checks: files, config, source, tensors, then scales that layers share."""
