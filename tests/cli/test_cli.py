@@ -173,32 +173,6 @@ def test_errors_are_two_lines_and_exit_code_2(subtests, tmp_path, monkeypatch, c
             assert not list(tmp_path.iterdir())
 
 
-def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: Run, tmp_path: Path) -> None:
-    done = run("-m", EXAMPLE, "--scheme", "channel")
-    assert done.returncode == 0, done.stderr
-    assert "tiny-qwen3-FP8-dynamic\nQwen3ForCausalLM, float8_e4m3fn, one scale per output row\n" in done.stdout
-    assert done.stdout.endswith(
-        "\nThis output is for vLLM and SGLang; transformers loads it too, with compressed-tensors installed.\n"
-        "\n  vllm serve tiny-qwen3-FP8-dynamic\n"
-        "  python -m sglang.launch_server --model-path tiny-qwen3-FP8-dynamic\n"
-    )
-    again = run("-m", EXAMPLE, "--scheme", "channel", "--json")
-    found = json.loads(again.stdout)
-    assert (found["scheme"], found["resumed"], found["tensor_parallel"]) == ("channel", True, [1, 2, 4])
-    assert found["ignored_layers"] == ["lm_head", "model.embed_tokens"]
-
-    # The format and the scales name the directory too, and are in the config.
-    done = run("-m", EXAMPLE, "-w", "128", "--format", "compressed-tensors", "-q")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    done = run("-m", EXAMPLE, "-w", "128", "--scale-format", "ue8m0")
-    assert done.returncode == 0, done.stderr
-    assert "float8_e4m3fn, one power-of-two scale per 128x128 block\n" in done.stdout
-    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-UE8M0" / "config.json").read_text())
-    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
-
-
 def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path) -> None:
     mixture = ["-w", "128", "--format", "compressed-tensors", "--tp", "2", "--quantize-lm-head"]
     mixture += ["--scheme-for", "**.layers.0.self_attn.o_proj=tensor"]
@@ -381,23 +355,6 @@ def test_signals_at_any_moment_exit_130(subtests, tmp_path):
             assert started.returncode == 130, stderr
             assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
             assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
-
-
-def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) -> None:
-    code = (
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from openquant import run\n"
-        "convert = run.convert\n"
-        "def interrupted(*arguments, **options):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return convert(*arguments, **options)\n"
-        "run.convert = interrupted\n"
-        "from openquant.cli.commands import compress_main\n"
-        "sys.exit(compress_main(sys.argv[1:]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, "-m", str(source), "-o", str(tmp_path / "out")])
-    assert done.returncode == 0
 
 
 def test_help_and_version(subtests: pytest.Subtests) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +20,11 @@ from safetensors.torch import save_file
 from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant import run as running
-from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
 from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.schemes import (
-    BLOCK_COMPRESSED,
     CHANNEL,
     INTEGER_GROUPS,
     MXFP8,
@@ -38,7 +35,7 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 from openquant.patterns import compile_any
-from openquant.plan.layout import CopyBytes, Job, ShardLayout
+from openquant.plan.layout import ShardLayout
 from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
@@ -152,42 +149,6 @@ def test_every_architecture_converts_to_what_torch_computes(shelf: Shelf, archit
         assert name in small_checkpoints.read_names(output / shard)
 
 
-ATTENTION, EXPERTS = "**.self_attn.*", "**.experts.**"
-MIXTURES = [
-    ("Qwen3ForCausalLM", BLOCK_COMPRESSED, {ATTENTION: "channel"}),
-    ("Qwen3ForCausalLM", CHANNEL, {"**.{q,k,v}_proj": "tensor", "**.layers.0.mlp.*": "block"}),
-    ("Qwen3MoeForCausalLM", TENSOR_COMPRESSED, {EXPERTS: "channel", ATTENTION: "block"}),
-    ("Qwen3MoeForCausalLM", BLOCK_COMPRESSED, {EXPERTS: "channel"}),
-    ("Llama4ForCausalLM", CHANNEL, {"**.experts.0.down_proj": "block", "**.o_proj": "tensor"}),
-]
-
-
-@for_each(("architecture", "scheme", "scheme_for"), MIXTURES)
-def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
-    shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme, scheme_for: dict[str, str]
-) -> None:
-    source = shelf.source(architecture)
-    weights = small_checkpoints.read(source)
-    quantized = quantized_by(weights)
-    others: dict[str, Scheme] = {}
-    for pattern, name in scheme_for.items():
-        # Of experts all are named by one.
-        pattern = pattern.replace(".experts.0.down_proj", ".experts.**")
-        found = compile_any([pattern])
-        others |= {module: find_scheme(name, scheme.method) for module in quantized if found.fullmatch(module)}
-    options: dict[str, Any] = {"scheme": scheme.name, "format": scheme.method, "scheme_for": scheme_for}
-    result = compress(source, tmp_path / "out", **options)
-    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
-    assert len(set(others.values())) == len(scheme_for)
-    counts = {scheme.name: len(quantized) - len(others)}
-    for other in others.values():
-        counts[other.name] = counts.get(other.name, 0) + 1
-    assert result.schemes == counts
-    again = compress(source, tmp_path / "again", **options, workers=1)
-    assert again.schemes == result.schemes
-    assert tree(tmp_path / "again") == tree(tmp_path / "out")
-
-
 def test_output_head_is_quantized_like_any_layer(shelf: Shelf, tmp_path: Path) -> None:
     source = shelf.source("Qwen3ForCausalLM")
     weights = small_checkpoints.read(source)
@@ -209,15 +170,6 @@ def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
         assert not (tmp_path / name / "model.safetensors.index.json").exists()
 
 
-def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
-    weights = small_checkpoints.read(source)
-    quantized = {module for module in quantized_by(weights) if ".experts." not in module}
-    result = compress(source, tmp_path / "out", ignore=["**.experts.**"])
-    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, SCHEMES["tensor"]))
-    assert "model.layers.1.feed_forward.experts" in result.ignored_layers
-
-
 @for_each("scheme", STORED.values())
 def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme
@@ -234,30 +186,6 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
     monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 1 << 14)
     compress(source, tmp_path / "pieces", scheme.name)
     assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
-
-
-def test_zero_tensors_rows_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    zero = "model.layers.0.mlp.down_proj"
-    weights[f"{zero}.weight"].zero_()
-    part = "model.layers.1.mlp.down_proj"
-    weights[f"{part}.weight"][128:, :128] = 0
-    weights[f"{part}.weight"][7] = 0
-    source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    compress(source, tmp_path / "tensor")
-    compress(source, tmp_path / "block", "block")
-    compress(source, tmp_path / "channel", "channel")
-    channel = small_checkpoints.read(tmp_path / "channel")
-    assert (channel[f"{zero}.weight_scale"] == 1).all()
-    assert (channel[f"{part}.weight_scale"] == 1).nonzero().tolist() == [[7, 0]]
-    assert (channel[f"{part}.weight"].view(torch.uint8)[7] == 0).all()
-    tensor, block = small_checkpoints.read(tmp_path / "tensor"), small_checkpoints.read(tmp_path / "block")
-    assert tensor[f"{zero}.weight_scale"] == 1
-    assert (tensor[f"{zero}.weight"].view(torch.uint8) == 0).all()
-    assert (block[f"{zero}.weight_scale_inv"] == 1).all()
-    assert block[f"{part}.weight_scale_inv"][1, 0] == 1
-    assert (block[f"{part}.weight"].view(torch.uint8)[128:, :128] == 0).all()
-    assert block[f"{part}.weight_scale_inv"][0, 0] != 1
 
 
 @for_each("value", [float("nan"), float("inf"), float("-inf")])
@@ -447,29 +375,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert peak < 120e6, scheme
         shutil.rmtree(tmp_path / "out")
-
-
-def test_long_copies_come_first_of_their_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output head lies last, and one worker would copy it while others have nothing left to do."""
-    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    begun: list[Job] = []
-    do = conversion._Worker.do
-
-    def spied(worker: conversion._Worker, job: Job, file: conversion.Target) -> None:
-        begun.append(job)
-        do(worker, job, file)
-
-    monkeypatch.setattr(conversion._Worker, "do", spied)
-    compress(source, tmp_path / "usual", workers=1)
-    usual = begun.copy()
-    router = next(job for job in usual if isinstance(job, CopyBytes) and job.label.endswith(".gate.weight"))
-    long = [job for job in usual if isinstance(job, CopyBytes) and job.nbytes >= router.nbytes]
-    assert long != usual[: len(long)]
-    begun.clear()
-    monkeypatch.setattr(conversion, "LONG", router.nbytes)
-    compress(source, tmp_path / "first", workers=1)
-    assert begun == long + [job for job in usual if job not in long]
-    assert tree(tmp_path / "first") == tree(tmp_path / "usual")
 
 
 def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

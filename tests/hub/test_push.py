@@ -787,25 +787,6 @@ def test_private_is_refused_for_a_public_repository(site: Site) -> None:
     assert site.held("user/seen") == {}
 
 
-def test_a_run_that_is_refused_leaves_the_records_of_the_running_one(site: Site, expected: dict[str, bytes]) -> None:
-    reached, release = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        reached.set()
-        release.wait(60)
-
-    site.hub.faults.append(Fault(r"", "PUT", after=4, call=hang))
-    process = site.begin(*site.push("--push-only"))
-    assert reached.wait(60)
-    second = site.ask(*site.push("--push-only", "--overwrite"))
-    release.set()
-    assert second.stderr.splitlines()[0] == f"error: another run is writing to {site.out}"
-    done = finish(process)
-    assert done.returncode == 0, done.stderr
-    assert site.held() == expected
-    assert set(site.hub.uploads.values()) == {1}
-
-
 IS_SOURCE = "error: user/name is what the model is made from, and would be replaced by it"
 IS_PLAIN = f"error: user/name holds unquantized weights ({FIRST}), which this model would replace"
 INSIST = "hint: push to another repository, open a pull request with --create-pr, or insist with --replace-weights"

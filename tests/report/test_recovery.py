@@ -95,19 +95,6 @@ def test_the_page_of_one_output_has_a_row_for_each_task() -> None:
     assert "of 150 questions 12 went from right to wrong or back" in text
 
 
-def test_pages_without_tasks_are_as_they_were() -> None:
-    text = render_page(evaluated_page(several(), []))
-    assert "recovery" not in text.lower()
-    assert text.count("<svg") == 2 + 5 * 3
-
-
-def test_the_picture_for_a_card_has_a_second_panel() -> None:
-    heights = [int.from_bytes(draw_picture(of)[20:24], "big") for of in (several(), asked())]
-    assert heights[0] < heights[1]
-    assert draw_picture(asked()) == draw_picture(asked())
-    assert draw_picture(asked()[:1])
-
-
 def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subtests) -> None:
     for recovery in (9e99, None):
         with subtests.test(recovery=recovery):

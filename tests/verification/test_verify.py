@@ -796,15 +796,6 @@ USAGE = [
     ({"quantization_config": None}, [], "DIR is not quantized: its config.json has no quantization_config",
      "give a quantized directory, and with --source the model that it was made from; openquant diagnose MODEL checks "
      "unquantized weights, and openquant eval A --source B compares the answers of two models"),
-    ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
-     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, auto-round, intel/auto-round, quark, torchao, bitsandbytes and fbgemm_fp8"),
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
-     "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
-    ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
-        "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
-     "config.json: group_0 stores int4 weights by group",
-     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
-     "tensor, channel or group, and asymmetric ones in words by channel or group"),
 ]  # fmt: skip
 
 

@@ -422,26 +422,15 @@ def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 METADATA = b'"__metadata__":{"format":"pt"}'
-HEADERS = [
-    (lambda text: text.replace(METADATA, b'"__metadata__":{"format":1}'),
-     f"{ONE} has a __metadata__ that does not map names to strings"),
-    (lambda text: text.decode().encode("utf-16"),
-     f"{ONE} has a broken header: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-    # Only the library minds.
-    (lambda text: text.replace(METADATA, METADATA + b"," + METADATA),
-     f"{ONE} cannot be opened with the safetensors library: "
-     "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), HEADERS)
-def test_headers_that_the_safetensors_library_refuses(
-    ours: Path, source: Path, change: Callable[[bytes], bytes], message: str
-) -> None:
-    rewritten(ours / ONE, change)
+def test_a_header_that_only_the_safetensors_library_refuses(ours: Path, source: Path) -> None:
+    rewritten(ours / ONE, lambda text: text.replace(METADATA, METADATA + b"," + METADATA))
     for report in (verify(ours), verify(ours, source, full=True)):
-        (problem,) = report.problems
-        assert problem.removeprefix(f"{ours}/").startswith(message)
+        assert report.problems == (
+            f"{ONE} cannot be opened with the safetensors library: "
+            "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`",
+        )
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
