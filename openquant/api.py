@@ -27,7 +27,6 @@ from .files.destination import (
     DiskSpace,
     Needs,
     Provenance,
-    Shortage,
     find_shortages,
     finished_files,
     output_errors,
@@ -359,16 +358,16 @@ def find_space(prepared: job.Prepared, texts: CalibrationTexts, ranks: Ranks) ->
 
 def _disk_notes(needs: Sequence[Needs], prepared: job.Prepared) -> list[str]:
     """Say which disks have less than a run needs."""
-    short: dict[object, Shortage] = {}
+    short: dict[object, tuple[int, int]] = {}
     for phase in needs:
-        for shortage in find_shortages(phase):
+        for path, nbytes, free in find_shortages(phase):
             # What lies beside the output is on its disk.
-            in_cache = shortage.path == prepared.source.root
-            short.setdefault("the Hub's cache" if in_cache else prepared.target, shortage)
+            in_cache = path == prepared.source.root
+            short.setdefault("the Hub's cache" if in_cache else prepared.target, (nbytes, free))
 
     return [
         f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free"
-        for place, (_, nbytes, free) in short.items()
+        for place, (nbytes, free) in short.items()
     ]
 
 

@@ -311,7 +311,8 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
         UsageError: it names the option.
     """
     if option.repeated:
-        names, values = ["str", "os.PathLike[str]"], [item for item in _items(value) if not isinstance(item, tuple)]
+        names = ["str", "os.PathLike[str]"]
+        values = [item for item in value if not isinstance(item, tuple)] if isinstance(value, tuple) else []
     else:
         names, values = annotation.split(" | "), [value]
     if option.group == "" or any("[" in kind and kind not in _TYPES for kind in names):
@@ -324,10 +325,6 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
             wanted = " or ".join(dict.fromkeys(said for said, _ in kinds if said != "None"))
             # Only a caller in Python can give a wrong type.
             raise UsageError(f"{name} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")
-
-
-def _items(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else ()
 
 
 def _read(name: str, option: Option, value: object) -> object:

@@ -9,29 +9,8 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from .. import options
 from ..errors import UsageError
-from ..options import (
-    GROUPS,
-    Calibrate,
-    CalibrationTexts,
-    Check,
-    Command,
-    Diagnose,
-    Evaluate,
-    Explain,
-    FitOptions,
-    ModelDirectory,
-    ModelSource,
-    Option,
-    Push,
-    Recipe,
-    Run,
-    Search,
-    Texts,
-    WebPage,
-    flags_of,
-    options_of,
-)
 from ..version import __version__
 from .console import require_printed, say
 
@@ -191,24 +170,28 @@ class Parser(argparse.ArgumentParser):
             without: names of options to leave out.
             helps: help texts that replace those of options.py, by name of an option among these.
         """
-        options: dict[str, Option] = {}
+        chosen: dict[str, options.Option] = {}
         for kind in kinds:
-            options |= {kind: options_of(Command)[kind]} if isinstance(kind, str) else options_of(kind)
-        options = {name: option for name, option in options.items() if name not in without}
+            chosen |= (
+                {kind: options.options_of(options.Command)[kind]} if isinstance(kind, str) else options.options_of(kind)
+            )
+        chosen = {name: option for name, option in chosen.items() if name not in without}
         for name, text in helps.items():
-            options[name] = options[name]._replace(help=text)
+            chosen[name] = chosen[name]._replace(help=text)
         if self.by_flag:
-            positional = [name for name in positional if not options[name].flags]
+            positional = [name for name in positional if not chosen[name].flags]
 
         # Positional arguments come first, then options with a letter.
-        names = sorted(options, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, options[name])))
-        hides = len(options) > MANY
+        names = sorted(
+            chosen, key=lambda name: 0 if name in positional else 3 - len(options.flags_of(name, chosen[name]))
+        )
+        hides = len(chosen) > MANY
 
-        for title in GROUPS:
+        for title in options.GROUPS:
             group = self.add_argument_group(title)
             volume = group.add_mutually_exclusive_group()
             for name in names:
-                option = options[name]
+                option = chosen[name]
                 if option.group != title:
                     continue
 
@@ -237,7 +220,7 @@ class Parser(argparse.ArgumentParser):
             group.add_argument("--version", action=_VersionAction, help="Show the version", **shows)
 
 
-def _add(group: argparse._ActionsContainer, name: str, option: Option, positional: bool) -> argparse.Action:
+def _add(group: argparse._ActionsContainer, name: str, option: options.Option, positional: bool) -> argparse.Action:
     settings: dict[str, Any] = {"help": option.summary}
     if option.value is not None:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
@@ -251,7 +234,7 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option, positiona
         if option.value is None:
             action = "store_true"
         settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
-        added = group.add_argument(*flags_of(name, option), *option.also, **settings)
+        added = group.add_argument(*options.flags_of(name, option), *option.also, **settings)
         vars(added)["also"] = option.also
     if option.completes:
         vars(added)["complete"] = option.completes  # shtab reads it
@@ -270,13 +253,13 @@ EXAMPLES = (
 MANY = 30
 # The classes of options of compress.
 CONVERSION = (
-    Recipe,
-    FitOptions,
+    options.Recipe,
+    options.FitOptions,
     "recipe",
     "block_size",
-    Run,
-    Push,
-    CalibrationTexts,
+    options.Run,
+    options.Push,
+    options.CalibrationTexts,
     "rendezvous_timeout",
     "quiet",
     "verbose",
@@ -317,7 +300,7 @@ _VERBS = (
         "fit",
         "Show which schemes fit a GPU, and how much context they leave.",
         "MODEL [--gpu NAME] [options]",
-        ("search", Search, "quiet", "json", "progress", "report"),
+        ("search", options.Search, "quiet", "json", "progress", "report"),
         examples=(
             "Qwen/Qwen3-32B --gpu 4090 --context 32k",
             "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
@@ -329,7 +312,7 @@ _VERBS = (
         "dequantize",
         "Convert a quantized checkpoint back to bfloat16 weights.",
         "MODEL [-o DIR] [options]",
-        (Run, Push, "rendezvous_timeout", "quiet", "verbose", "json", "progress"),
+        (options.Run, options.Push, "rendezvous_timeout", "quiet", "verbose", "json", "progress"),
         examples=("Qwen3-32B-FP8", "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16"),
         positional=("model",),
         without=("device",),
@@ -339,7 +322,7 @@ _VERBS = (
         "push",
         "Publish a directory that openquant wrote on the Hub.",
         "DIR NAME [options]",
-        (ModelDirectory, Push, "dry_run", "json"),
+        (options.ModelDirectory, options.Push, "dry_run", "json"),
         examples=(
             "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
             "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
@@ -353,7 +336,7 @@ _VERBS = (
         "diagnose",
         "Estimate the quantization error of each layer from its weights.",
         "MODEL [options]",
-        (Diagnose, "verbose", "json", "progress"),
+        (options.Diagnose, "verbose", "json", "progress"),
         examples=("Qwen/Qwen3-32B --stream", "Qwen3-32B --full --scheme block"),
         positional=("model",),
         helps={"scratch": "Scratch directory (default: the working directory).", "verbose": "List every layer."},
@@ -362,7 +345,7 @@ _VERBS = (
         "explain",
         "Show how a layer is quantized, and which rule decides it.",
         "MODEL LAYER [options]",
-        (ModelSource, Explain, Recipe, "recipe", "block_size", "json"),
+        (options.ModelSource, options.Explain, options.Recipe, "recipe", "block_size", "json"),
         examples=("Qwen/Qwen3-32B model.layers.0.self_attn.q_proj", "Qwen3-32B '**.down_proj' -w 128 --json"),
         positional=("model", "layer"),
     ),
@@ -370,7 +353,7 @@ _VERBS = (
         "calibrate",
         "Measure the activations of a model on texts.",
         "MODEL [-o FILE] [options]",
-        (Calibrate, CalibrationTexts, "dry_run", "rendezvous_timeout", "json", "progress"),
+        (options.Calibrate, options.CalibrationTexts, "dry_run", "rendezvous_timeout", "json", "progress"),
         examples=("Qwen/Qwen3-8B --stream", "Qwen3-8B --text mine.jsonl --samples 64"),
         positional=("model",),
     ),
@@ -378,7 +361,7 @@ _VERBS = (
         "eval",
         "Compare quantized checkpoints with their source on texts.",
         "OUTPUT [OUTPUT ...] --source MODEL [options]",
-        (Evaluate, Texts, "dry_run", "rendezvous_timeout", "json", "progress", "report", "figure"),
+        (options.Evaluate, options.Texts, "dry_run", "rendezvous_timeout", "json", "progress", "report", "figure"),
         examples=(
             "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
             "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
@@ -391,7 +374,7 @@ _VERBS = (
         "verify",
         "Check a quantized checkpoint from any tool.",
         "DIR [--source MODEL] [options]",
-        (Check, "json", "progress"),
+        (options.Check, "json", "progress"),
         examples=(
             "Qwen3-32B-FP8",
             "Qwen3-32B-FP8 --source Qwen3-32B --full",
@@ -403,7 +386,7 @@ _VERBS = (
         "web",
         "Serve a page on this machine that plans, converts and publishes.",
         "[--root DIR] [--port N]",
-        (WebPage, "json"),
+        (options.WebPage, "json"),
         examples=("", "--root /data/models --port 8000"),
     ),
     _Verb("env", "Show the versions and hardware that a bug report needs.", "[--json]", ("json",)),

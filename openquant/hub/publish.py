@@ -557,17 +557,23 @@ OTHER_REPOSITORY_HINT = (
 )
 
 
+def _who_am_i() -> tuple[dict[str, Any], str]:
+    """What the Hub says of the user who is logged in, and the role of the token."""
+    from huggingface_hub import HfApi
+
+    user = with_retries(HfApi().whoami)
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    return user, token.get("role", "")
+
+
 def user_name(repo: str) -> str:
     """Return the name of the user who is logged in to the Hub.
 
     Raises:
         PushError: the token is read-only; the message names the repository to push to.
     """
-    from huggingface_hub import HfApi
-
-    user = with_retries(HfApi().whoami)
-    token = (user.get("auth") or {}).get("accessToken") or {}
-    if token.get("role") == "read":
+    user, role = _who_am_i()
+    if role == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", WRITE_TOKEN_HINT)
     return str(user["name"])
 
@@ -580,11 +586,8 @@ def require_namespace(repo: str) -> None:
     Raises:
         PushError: the user is neither.
     """
-    from huggingface_hub import HfApi
-
-    user = with_retries(HfApi().whoami)
-    token = (user.get("auth") or {}).get("accessToken") or {}
-    if token.get("role") == "fineGrained":
+    user, role = _who_am_i()
+    if role == "fineGrained":
         return
 
     owner, _, name = repo.partition("/")

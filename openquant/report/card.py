@@ -453,7 +453,6 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         title=_title(directory),
         origin=origin,
         commit=commit,
-        settings=plan.quantization_config,
         rounded={scheme.rounds_activations for scheme in plan.decisions.schemes},
         served=_name_engines(computed),
         before=gigabytes(summary.source_bytes(plan)),
@@ -466,14 +465,10 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         transformers=_transformers(plan)[1],
         engines_that_read=engines_that_read,
         notes=[note for note in plan.source_notes if not note.startswith(NOT_CHECKED)],
-        gptq=plan.options.gptq,
-        transforms=plan.options.transforms,
-        calibration=plan.options.calibration,
         has_cache=has_fp8_cache(plan),
         unquantized_lines=unquantized_lines,
         version=__version__,
         command=_made_with(plan, repo or name, repo and revision),
-        frontier=plan.provenance.frontier,
     )
 
 
