@@ -23,36 +23,15 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import Fingerprint, readable
-from .files.destination import (
-    DiskSpace,
-    Needs,
-    Provenance,
-    find_shortages,
-    finished_files,
-    output_errors,
-    read_journal,
-)
+from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
-from .formats.names import (
-    KEPT,
-)
+from .formats.names import KEPT
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher
 from .hub.source import silent, supply_shards
 from .machine import available_cpus, peak_rss
-from .options import (
-    CalibrationTexts,
-    Diagnose,
-    Explain,
-    FitOptions,
-    ModelSource,
-    Push,
-    Recipe,
-    Run,
-    push_target,
-    verb,
-)
+from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, push_target, verb
 from .plan import summary
 from .plan.decisions import PlanOptions
 from .plan.plan import (

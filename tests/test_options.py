@@ -26,17 +26,7 @@ from openquant.errors import UsageError
 from openquant.formats import names
 from openquant.formats.names import KEPT, UNCHANGED
 from openquant.formats.schemes import SCHEMES
-from openquant.options import (
-    Check,
-    Diagnose,
-    Evaluate,
-    Option,
-    Push,
-    Recipe,
-    Run,
-    Texts,
-    options_of,
-)
+from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
 from stub import make_stub
 
 TITLES = ("quantization", "model and files", "texts", "publishing on the hub", "execution", "output")

@@ -309,8 +309,7 @@ class LayerStore:
             foreign = [path for path in paths if not _is_ours(path)]
             if foreign:
                 raise OutputError(
-                    f"{foreign[0]} was not made by openquant",
-                    "move it away, or choose another directory with -o",
+                    f"{foreign[0]} was not made by openquant", "move it away, or choose another directory with -o"
                 )
 
             for path in paths:

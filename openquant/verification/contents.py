@@ -284,7 +284,7 @@ class _Worker:
                     if _is_smoothed(original):
                         name += " after smoothing"
                     self._problem(
-                        f"{self._place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
+                        f"{self._place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}"
                     )
                     return
 
@@ -434,7 +434,7 @@ class _Worker:
             self._report_recomputed(weight, comparison, task.scheme, global_scale, task.gptq_rounded)
         if task.kept and comparison.error.largest > 0:
             self._problem(
-                f"{self._place(weight.codes.name)} stands for other weights than the source's codes and scales",
+                f"{self._place(weight.codes.name)} stands for other weights than the source's codes and scales"
             )
         self._report_error(weight, comparison, task)
 
@@ -530,12 +530,7 @@ class _Worker:
         return values
 
     def _report_recomputed(
-        self,
-        weight: Weight,
-        comparison: Comparison,
-        scheme: Scheme,
-        global_scale: Floats | None,
-        gptq_rounded: bool,
+        self, weight: Weight, comparison: Comparison, scheme: Scheme, global_scale: Floats | None, gptq_rounded: bool
     ) -> None:
         """Report scales and codes that differ from those that quantizing the source again gives."""
         info = weight.codes
@@ -562,7 +557,7 @@ class _Worker:
                     f"{self._place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "
                     f"{[int(axis) for axis in index]}, the source makes it "
                     f"{float(recomputed[index]) * factor:.{digits}g} "
-                    f"({int(wrong.sum())} of {wrong.size} scales differ)",
+                    f"({int(wrong.sum())} of {wrong.size} scales differ)"
                 )
             self._report_zeros(weight, comparison)
 
@@ -570,7 +565,7 @@ class _Worker:
             (row, col), code, recomputed_code = comparison.first_difference
             self._problem(
                 f"{self._place(info.name)} has the code 0x{code:02x} at [{row}, {col}], the source makes it "
-                f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)",
+                f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)"
             )
 
     def _report_zeros(self, weight: Weight, comparison: Comparison) -> None:
@@ -590,7 +585,7 @@ class _Worker:
         stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
         self._problem(
             f"{self._place(info.name)} holds {stored} at {[int(axis) for axis in index]}, the source makes it "
-            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
+            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)"
         )
 
     def _report_error(self, weight: Weight, comparison: Comparison, task: TensorTask) -> None:

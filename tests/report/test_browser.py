@@ -30,11 +30,7 @@ def page(of: dict[str, Any]) -> PageContent:
     plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
     assert summary.serving(plan) is not None
     return PageContent(
-        of["output"]["name"],
-        "about",
-        [of],
-        serving=serving_to_json(*summary.serving(plan)),
-        commands=["vllm serve x"],
+        of["output"]["name"], "about", [of], serving=serving_to_json(*summary.serving(plan)), commands=["vllm serve x"]
     )
 
 

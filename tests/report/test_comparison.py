@@ -12,13 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
-from openquant.report.charts import (
-    STYLE,
-    by_kl,
-    draw_comparison,
-    draw_picture,
-    on_frontier,
-)
+from openquant.report.charts import STYLE, by_kl, draw_comparison, draw_picture, on_frontier
 from support.evaluation_files import evaluation
 
 SIZES = [(10.5, 4.8), (8.0, 4.2), (4.4, 4.4)]

@@ -894,10 +894,7 @@ def test_a_directory_that_cannot_be_opened_has_no_class(ours: tuple[Path, Path])
     _, out = ours
     (out / ONE).write_bytes(b"12345")
     done = run_openquant("verify", out)
-    assert done.stdout.splitlines()[:2] == [
-        f"{out}: fp8, one scale per tensor",
-        "note: nothing else was checked",
-    ]
+    assert done.stdout.splitlines()[:2] == [f"{out}: fp8, one scale per tensor", "note: nothing else was checked"]
 
 
 def test_what_a_model_lacks_is_found_without_a_source(tmp_path: Path) -> None:
