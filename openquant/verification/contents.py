@@ -8,8 +8,8 @@ The output does not record the factors. Those of a norm follow from its elements
 their norms, which are compared with the source's. The columns of the balance layers must be multiplied by the same
 factors.
 
-    smoothing = recognize_smoothing(plan, checkpoint, weights, stated=True)
-    make_plan(source, scheme, PlanOptions(transforms=smoothing.transforms))     # the plan that makes this output
+    transforms, problems = recognize_smoothing(plan, checkpoint, weights, stated=True)
+    make_plan(source, scheme, PlanOptions(transforms=transforms))     # the plan that makes this output
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -627,21 +626,9 @@ def _is_smoothed(original: Weight | bytes | None) -> bool:
 _EXPLAINED = 0.75
 
 
-class RecognizedSmoothing(NamedTuple):
-    """The smoothing of an output.
-
-    Attributes:
-        transforms: the weight transforms that make the output's weights, norms and biases of the source's.
-        problems: one line for each norm that no powers of two explain, or whose balance layers do not match it.
-    """
-
-    transforms: WeightTransforms
-    problems: list[str]
-
-
 def recognize_smoothing(
     plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool
-) -> RecognizedSmoothing:
+) -> tuple[WeightTransforms, list[str]]:
     """Recognize the smoothing factors of an output by comparing it with its source.
 
     Args:
@@ -653,7 +640,7 @@ def recognize_smoothing(
 
     Returns:
         The factors, as transforms that make the output's weights, norms and biases of the source's; and problems, one
-        line each.
+        line for each norm that no powers of two explain, or whose balance layers do not match it.
 
     Raises:
         SourceError: a weight cannot be read.
@@ -674,14 +661,14 @@ class _Recognition:
         self.output = Reader(output.where, output.root.joinpath)
         self.problems: list[str] = []
 
-    def run(self) -> RecognizedSmoothing:
+    def run(self) -> tuple[WeightTransforms, list[str]]:
         mappings = [mapping for mapping in usable_mappings(self.plan).mappings if self._has_smooth_layer(mapping)]
         transforms = [
             self._norm_transforms(mapping) for mapping in mappings if mapping.smooth_layer not in self.plan.layers
         ]
 
         if not self.stated and (self.problems or all((part.scale == 1).all() for part in transforms)):
-            return RecognizedSmoothing(WeightTransforms(), [])
+            return WeightTransforms(), []
 
         # The columns of a projection may be multiplied by the factors of the norm before it.
         from_norms = combine_transforms(transforms, self.plan).weights
@@ -695,7 +682,7 @@ class _Recognition:
         for mapping_transforms in transforms:
             self._check_columns(mapping_transforms, combined.weights)
 
-        return RecognizedSmoothing(combined, self.problems)
+        return combined, self.problems
 
     def _has_smooth_layer(self, mapping: SmoothingMapping) -> bool:
         """Whether the output has the smooth layer in the source's shape, quantized if the plan quantizes it."""

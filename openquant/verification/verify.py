@@ -375,16 +375,16 @@ class _Verification:
     def _recognize_smoothing(self, plan: Plan) -> None:
         """Set `transforms` to the smoothing of the output."""
         try:
-            smoothing = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
+            transforms, problems = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
         except SourceError as error:
             self.problems.append(error.message)
             return
-        self.problems += smoothing.problems
-        self.transforms = smoothing.transforms
-        if smoothing.transforms.weights:
+        self.problems += problems
+        self.transforms = transforms
+        if transforms.weights:
             self.notes.append(
-                f"inputs of layers are smoothed: {len(smoothing.transforms.tensors)} norms and biases and "
-                f"{len(smoothing.transforms.weights)} matrices were compared with the smoothed source"
+                f"inputs of layers are smoothed: {len(transforms.tensors)} norms and biases and "
+                f"{len(transforms.weights)} matrices were compared with the smoothed source"
             )
 
     def _choice_of_output(self, options: PlanOptions) -> DirectoryChoice:
