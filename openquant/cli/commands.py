@@ -12,30 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import options
 from ..errors import OpenQuantError, UsageError
 from ..machine import reached_limit, require_room
-from ..options import (
-    Calibrate,
-    CalibrationTexts,
-    Check,
-    Command,
-    CompareSchemes,
-    Diagnose,
-    Evaluate,
-    Explain,
-    FitOptions,
-    ModelSource,
-    Push,
-    Recipe,
-    Run,
-    Search,
-    Texts,
-    WebPage,
-    files_read,
-    flags_of,
-    options_of,
-    values_for,
-)
 from . import console
 from .arguments import SHELLS, Parser, compress_parser, verb_parser
 
@@ -64,7 +43,7 @@ class Call:
 
     def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: console.Interrupts) -> None:
         self.given = given
-        self.command = Command(**values_for(Command, given))
+        self.command = options.Command(**options.values_for(options.Command, given))
         self.ranks = ranks
         self.interrupts = interrupts
 
@@ -77,7 +56,7 @@ class Call:
 
     def values(self, *kinds: type) -> dict[str, Any]:
         """Return the given values of the options of some classes, by name."""
-        return {name: value for kind in kinds for name, value in values_for(kind, self.given).items()}
+        return {name: value for kind in kinds for name, value in options.values_for(kind, self.given).items()}
 
     def show(self, to_json: Callable[[], dict[str, Any]], text: Callable[[int], str]) -> int:
         """Print the result: with --json an object, else the text for lines of so many characters.
@@ -225,7 +204,7 @@ def _page(call: Call) -> Destination | None:
     from ..report.html import PAGE, require_tools
 
     require_tools("--report")
-    taken = taken_by([model_folder(call.given["model"])], files_read(call.given))
+    taken = taken_by([model_folder(call.given["model"])], options.files_read(call.given))
     page = Destination(Path(name), "--report", PAGE, taken)
     page.require()
     return page
@@ -245,20 +224,20 @@ def _scheme(call: Call) -> dict[str, str]:
     return {"scheme": "block"}
 
 
-def _find_push(call: Call) -> Push | None:
+def _find_push(call: Call) -> options.Push | None:
     """Return the options of publishing; None without --push-to-hub.
 
     Raises:
         UsageError: an option needs --push-to-hub, or two options exclude each other.
     """
-    values = call.values(Push)
+    values = call.values(options.Push)
     if "name" not in values:
         for name in values:
-            flag = flags_of(name, options_of(Push)[name])[0]
+            flag = options.flags_of(name, options.options_of(options.Push)[name])[0]
             raise UsageError(f"{flag} goes with --push-to-hub", "say where to push")
         return None
 
-    push = Push(**values)
+    push = options.Push(**values)
     if push.create_pr and push.replace_weights:
         raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
     return push
@@ -283,27 +262,27 @@ def _push(call: Call) -> int:
 
 def _recipe(call: Call) -> dict[str, Any]:
     """Return the options of the output: those of --recipe, replaced by those that are given."""
-    options = {**call.values(Recipe), **_scheme(call), **call.values(CalibrationTexts)}
+    chosen = {**call.values(options.Recipe), **_scheme(call), **call.values(options.CalibrationTexts)}
     file = call.given.get("recipe")
     if file is None:
-        return options
+        return chosen
 
     from ..recipes import read_recipe
 
     from_recipe = read_recipe(Path(file))
     for names in (("calibration", "calibrate"), ("text", "dataset")):
         # Of two options that exclude each other, a given one replaces the recipe's.
-        if any(name in options for name in names):
+        if any(name in chosen for name in names):
             from_recipe = {name: value for name, value in from_recipe.items() if name not in names}
-    return {**from_recipe, **options}
+    return {**from_recipe, **chosen}
 
 
 def _compress(call: Call) -> int:
-    options = {**_recipe(call), **call.values(FitOptions)}
+    chosen = {**_recipe(call), **call.values(options.FitOptions)}
 
     from ..api import compress
 
-    return _convert(call, partial(compress, **options))
+    return _convert(call, partial(compress, **chosen))
 
 
 def _dequantize(call: Call) -> int:
@@ -319,7 +298,7 @@ def _convert(call: Call, work: Callable[..., Result]) -> int:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
     with closing(console.Terminal(call.interrupts, command, call.ranks.first)) as reporter:
-        result = work(**call.values(Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
+        result = work(**call.values(options.Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
     console.require_printed(reporter.failure)
     if command.json and call.ranks.first:
         console.print_json(result.to_json(), call.interrupts)
@@ -331,17 +310,17 @@ def _diagnose(call: Call) -> int:
     from ..report.text import diagnosis_text
 
     with closing(console.Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
-        diagnosis = diagnose(**call.values(Diagnose), reporter=reporter)
+        diagnosis = diagnose(**call.values(options.Diagnose), reporter=reporter)
     return call.show(diagnosis.to_json, partial(diagnosis_text, diagnosis, call.command.verbose))
 
 
 def _explain(call: Call) -> int:
-    options = {**_recipe(call), **call.values(ModelSource, Explain)}
+    chosen = {**_recipe(call), **call.values(options.ModelSource, options.Explain)}
 
     from ..api import explain
     from ..report.text import explanation_text
 
-    explanation = explain(**options)
+    explanation = explain(**chosen)
     return call.show(explanation.to_json, partial(explanation_text, explanation))
 
 
@@ -349,16 +328,17 @@ def _fit(call: Call) -> int:
     if call.given.get("search"):
         return _search(call)
 
-    for name, option in options_of(Search).items():
-        if name in call.given and name not in options_of(CompareSchemes):
-            raise UsageError(f"{flags_of(name, option)[-1]} is for --search", "give --search too, or leave it out")
+    for name, option in options.options_of(options.Search).items():
+        if name in call.given and name not in options.options_of(options.CompareSchemes):
+            flag = options.flags_of(name, option)[-1]
+            raise UsageError(f"{flag} is for --search", "give --search too, or leave it out")
     if call.command.report is not None:
         raise UsageError("--report is for --search", "give --search too, or leave it out")
 
     from ..fit.table import fit_table
     from ..report.fit import fit_text
 
-    found = fit_table(**call.values(CompareSchemes))
+    found = fit_table(**call.values(options.CompareSchemes))
     return call.show(found.to_json, partial(fit_text, found))
 
 
@@ -369,7 +349,7 @@ def _search(call: Call) -> int:
     command = call.command
     page = _page(call)
     with closing(console.Terminal(call.interrupts, command)) as reporter:
-        found = search_mixtures(**call.values(Search), reporter=reporter)
+        found = search_mixtures(**call.values(options.Search), reporter=reporter)
     console.require_printed(reporter.failure)
 
     if page is not None:
@@ -386,14 +366,14 @@ def _calibrate(call: Call) -> int:
     from ..calibration.run import calibrate, preview_calibration
 
     ranks = call.ranks
-    options = call.values(Calibrate)
-    texts = call.values(CalibrationTexts)
+    chosen = call.values(options.Calibrate)
+    texts = call.values(options.CalibrationTexts)
     if call.command.dry_run:
-        preview = preview_calibration(Calibrate(**options), CalibrationTexts(**texts))
+        preview = preview_calibration(options.Calibrate(**chosen), options.CalibrationTexts(**texts))
         return call.show_preview(preview) if ranks.first else 0
 
     with closing(console.Terminal(call.interrupts, call.command, ranks.first)) as reporter:
-        written = calibrate(**options, **texts, ranks=ranks, reporter=reporter)
+        written = calibrate(**chosen, **texts, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
     return call.show_lines({"calibration": str(written)}, [f"wrote {written}"])
@@ -403,25 +383,25 @@ def _eval(call: Call) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
     from ..result import Place
 
-    options = Evaluate(**call.values(Evaluate))
-    page, figure = _find_page_and_figure(call, options)
+    chosen = options.Evaluate(**call.values(options.Evaluate))
+    page, figure = _find_page_and_figure(call, chosen)
     if call.command.dry_run:
-        preview = preview_evaluation(options, Texts(**call.values(Texts)))
+        preview = preview_evaluation(chosen, options.Texts(**call.values(options.Texts)))
         files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
         return call.show_preview(replace(preview, writes=preview.writes + files)) if call.ranks.first else 0
 
     with closing(_Figures(call)) as reporter:
-        evaluation = evaluate(**call.values(Evaluate, Texts), ranks=call.ranks, reporter=reporter)
+        evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if reporter.unprinted is not None:
         raise reporter.unprinted
 
     if call.ranks.first and (page is not None or figure is not None):
         from ..report.html import write_evaluated
 
-        write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
+        write_evaluated(evaluation.outputs, (chosen.source, *chosen.outputs), page, figure)
     if call.ranks.first:
         call.say_written(*evaluation.written, page, figure)
-    return _judge(call, evaluation, options.fail_above)
+    return _judge(call, evaluation, chosen.fail_above)
 
 
 class _Figures(console.Terminal):
@@ -467,7 +447,7 @@ def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     return EXIT_PROBLEMS if above else 0
 
 
-def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | None, Destination | None]:
+def _find_page_and_figure(call: Call, chosen: options.Evaluate) -> tuple[Destination | None, Destination | None]:
     """Return the page and the figure of eval after checking that they can be written; None if not asked for.
 
     Raises:
@@ -482,10 +462,10 @@ def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | 
     from ..files.destination import Destination, require_all
     from ..report.html import PAGE, PICTURE, require_tools
 
-    taken = taken_by_evaluation(options, Texts(**call.values(Texts)))
-    beside = local_output(options)
+    taken = taken_by_evaluation(chosen, options.Texts(**call.values(options.Texts)))
+    beside = local_output(chosen)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
-    names = zip(kinds, (options.out, command.report, command.figure), strict=True)
+    names = zip(kinds, (chosen.out, command.report, command.figure), strict=True)
     destinations = {
         option: Destination(Path(name), option, kinds[option], taken, beside)
         for option, name in names
@@ -503,7 +483,7 @@ def _verify(call: Call) -> int:
     from ..verification.verify import verify
 
     with closing(console.Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
-        report = verify(**call.values(Check), reporter=reporter)
+        report = verify(**call.values(options.Check), reporter=reporter)
 
     if report.quantized and not report.problems and not call.given.get("full"):
         option = "--full"
@@ -518,16 +498,16 @@ def _web(call: Call) -> int:
     from ..web.server import find_roots, require_gradio, serve_page
 
     require_gradio()
-    options = WebPage(**call.values(WebPage))
-    if not 0 <= options.port < 1 << 16:
-        raise UsageError(f"{options.port} is no port", "give --port from 0 to 65,535")
-    roots = find_roots(tuple(options.root))
+    chosen = options.WebPage(**call.values(options.WebPage))
+    if not 0 <= chosen.port < 1 << 16:
+        raise UsageError(f"{chosen.port} is no port", "give --port from 0 to 65,535")
+    roots = find_roots(tuple(chosen.root))
 
     def ready(address: str) -> None:
         lines = [f"open {address}", *(f"it may read and write {path}" for path in roots.paths), "Ctrl-C ends it"]
         call.show_lines({"address": address, "roots": list(map(str, roots.paths))}, lines)
 
-    serve_page(roots, options.port, ready)
+    serve_page(roots, chosen.port, ready)
     return 0
 
 
