@@ -114,7 +114,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
 
 
 def test_what_a_page_says_of_an_evaluation() -> None:
-    text = render_page(PageContent("x", evaluations=[evaluation()]))
+    text = whole_page()
     # Words that only one answer has are marked.
     assert "there was a fox that <mark>lived</mark>" in text
     assert "there was a fox that <mark>slept</mark>" in text
@@ -133,8 +133,9 @@ def test_what_a_page_says_of_an_evaluation() -> None:
 
 def test_a_picture_names_the_evaluations_it_shows() -> None:
     named = [{**evaluation(), "output": {"name": name, "digest": "2" * 64}} for name in ("tiny $x$ \u6a21\u578b", "y")]
+    text = render_page(PageContent("x", evaluations=named))
     for shown in (named[:1], named):
-        found, text = draw_picture(shown), render_page(PageContent("x", evaluations=shown))
+        found = draw_picture(shown)
         assert found.startswith(b"\x89PNG")
         for one in shown:
             assert evaluation_digest(one).encode() in found
