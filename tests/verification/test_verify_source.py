@@ -427,9 +427,10 @@ METADATA = b'"__metadata__":{"format":"pt"}'
 def test_a_header_that_only_the_safetensors_library_refuses(ours: Path, source: Path) -> None:
     rewritten(ours / ONE, lambda text: text.replace(METADATA, METADATA + b"," + METADATA))
     for report in (verify(ours), verify(ours, source, full=True)):
-        assert report.problems == (
+        (problem,) = report.problems
+        assert problem.startswith(
             f"{ONE} cannot be opened with the safetensors library: "
-            "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`",
+            "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"
         )
 
 
