@@ -107,7 +107,6 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         headers, findings, journal_files, origin, options.full, facts or WeightFacts(), requested
     )
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
-    contents = verification.contents
 
     return Report(
         directory=directory,
@@ -120,11 +119,11 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         tensors=len(checkpoint.tensors),
         nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         quantized=len(headers.codes),
-        equal_tensors=contents.equal_tensors,
+        equal_tensors=verification.contents.equal_tensors,
         equal_files=verification.equal_files,
-        errors=tuple(contents.errors),
-        compared_codes=contents.compared_codes,
-        equal_codes=contents.equal_codes,
+        errors=tuple(verification.contents.errors),
+        compared_codes=verification.contents.compared_codes,
+        equal_codes=verification.contents.equal_codes,
         recomputed=verification.recomputes,
         seconds=_since(start),
     )
