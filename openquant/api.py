@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import job
 from .calibration.prepare import run_texts, texts_needs, texts_steps
 from .calibration.run import read_texts
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
@@ -22,51 +23,15 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import Fingerprint, readable
-from .files.destination import (
-    DiskSpace,
-    Needs,
-    Provenance,
-    Shortage,
-    find_shortages,
-    finished_files,
-    output_errors,
-    read_journal,
-)
+from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
-from .formats.names import (
-    KEPT,
-)
+from .formats.names import KEPT
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher
 from .hub.source import silent, supply_shards
-from .job import (
-    MOST_WORKERS,
-    Opened,
-    Prepared,
-    claim_of,
-    connect_ranks,
-    in_all_ranks,
-    open_model,
-    open_source,
-    output_directory,
-    prepare,
-    prepare_alike,
-    without_collector,
-)
 from .machine import available_cpus, peak_rss
-from .options import (
-    CalibrationTexts,
-    Diagnose,
-    Explain,
-    FitOptions,
-    ModelSource,
-    Push,
-    Recipe,
-    Run,
-    push_target,
-    verb,
-)
+from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, push_target, verb
 from .plan import summary
 from .plan.decisions import PlanOptions
 from .plan.plan import (
@@ -123,7 +88,7 @@ def compress(
     reporter = reporter or Reporter()
     start = time.monotonic()
 
-    with connect_ranks(ranks) as ranks:
+    with job.connect_ranks(ranks) as ranks:
         if run.dry_run or request.fit.fit is not None:
             _require_writable(run, ranks)
         request = complete_options(request, ranks, reporter)
@@ -197,7 +162,7 @@ def _choose_schemes(request: Request, ranks: Ranks, reporter: Reporter) -> Reque
     return replace(request, recipe=recipe, texts=texts, scheme=scheme, options=options, frontier=found.to_json())
 
 
-def plan_of(request: Request, ranks: Ranks, again: bool = False) -> Prepared:
+def plan_of(request: Request, ranks: Ranks, again: bool = False) -> job.Prepared:
     """Open the source and make the plan of compress(), the same in all ranks.
 
     Args:
@@ -213,29 +178,29 @@ def plan_of(request: Request, ranks: Ranks, again: bool = False) -> Prepared:
     """
     # A calibration and --fit have required the memory already. Too little of it is then no error any more.
     required = again or request.frontier is not None
-    return prepare_alike(ranks, lambda: _plan(request, ranks, required))
+    return job.prepare_alike(ranks, lambda: _plan(request, ranks, required))
 
 
-def _plan(request: Request, ranks: Ranks, required: bool) -> Prepared:
+def _plan(request: Request, ranks: Ranks, required: bool) -> job.Prepared:
     """Open the source and make the plan in this rank."""
     run, texts = request.run, request.texts
-    opened = open_source(run, ranks)
-    with without_collector():
+    opened = job.open_source(run, ranks)
+    with job.without_collector():
         plan = _make_plan(request, opened)
     if required:
-        return prepare(run, opened, plan, ranks, refuse=False)
+        return job.prepare(run, opened, plan, ranks, refuse=False)
 
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
         raise UsageError(
             "texts are given, and nothing is calibrated",
             "give --gptq, or --calibrate and what uses it, such as --kv-cache fp8, or leave them out",
         )
-    target = output_directory(run, opened.source, summary.suffix(plan))
+    target = job.output_directory(run, opened.source, summary.suffix(plan))
     steps = texts_steps(run, texts.length, opened.source, opened.checkpoint, plan, target)
-    return prepare(run, opened, plan, ranks, steps)
+    return job.prepare(run, opened, plan, ranks, steps)
 
 
-def _make_plan(request: Request, opened: Opened) -> Plan:
+def _make_plan(request: Request, opened: job.Opened) -> Plan:
     """Make the plan, after checking that the calibration is of this model."""
     recipe, source, checkpoint = request.recipe, opened.source, opened.checkpoint
     options = request.options
@@ -257,10 +222,10 @@ def _make_plan(request: Request, opened: Opened) -> Plan:
 
 
 def _calibrate(
-    request: Request, prepared: Prepared, ranks: Ranks, reporter: Reporter
-) -> tuple[Prepared, Corpus | None]:
+    request: Request, prepared: job.Prepared, ranks: Ranks, reporter: Reporter
+) -> tuple[job.Prepared, Corpus | None]:
     """Run texts through the model, and plan again with what this gives; the texts are those for GPTQ."""
-    options, corpus = in_all_ranks(
+    options, corpus = job.in_all_ranks(
         ranks, lambda: run_texts(prepared, request.recipe, request.texts, request.options, ranks, reporter)
     )
     prepared = plan_of(replace(request, options=options), ranks, again=True)
@@ -288,10 +253,10 @@ def dequantize(run: Run, ranks: Ranks | None = None, reporter: Reporter | None =
     reporter = reporter or Reporter()
     start = time.monotonic()
 
-    with connect_ranks(ranks) as ranks:
+    with job.connect_ranks(ranks) as ranks:
         if run.dry_run:
             _require_writable(run, ranks)
-        prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
+        prepared = job.prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
         space = _report_plan(prepared, CalibrationTexts(), ranks, reporter)
 
         if run.dry_run:
@@ -299,14 +264,14 @@ def dequantize(run: Run, ranks: Ranks | None = None, reporter: Reporter | None =
         return _write(prepared, None, space, ranks, reporter, start)
 
 
-def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
+def _plan_dequantized(run: Run, ranks: Ranks) -> job.Prepared:
     """Open the source and make the plan of dequantize()."""
-    opened = open_source(run, ranks)
-    with without_collector():
+    opened = job.open_source(run, ranks)
+    with job.without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
         if stated_facts(opened.checkpoint).smoothed:
             plan = replace(plan, notes=(*plan.notes, FOLDED))
-    return prepare(run, opened, plan, ranks)
+    return job.prepare(run, opened, plan, ranks)
 
 
 def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
@@ -317,7 +282,7 @@ def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
         ranks.first_does(publisher.require_writable)
 
 
-def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> DiskSpace:
+def _report_plan(prepared: job.Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> DiskSpace:
     """Report the source, the disk space that the run needs and the plan, before a calibration that may take hours.
 
     Returns:
@@ -337,7 +302,7 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
     return space or DiskSpace(0, 0, prepared.run.stream)
 
 
-def find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
+def find_space(prepared: job.Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
     """Find the disk space that a run needs. A dry run also checks the repository to push to.
 
     Args:
@@ -355,7 +320,7 @@ def find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> Dis
         _preview_push(prepared, publisher)
 
     generated = {} if plan.lacks else generate_files(prepared, plan.files)
-    claim = claim_of(prepared, generated, publisher, ranks, 0)
+    claim = job.claim_of(prepared, generated, publisher, ranks, 0)
     needs: list[Needs]
     if plan.lacks:
         needs = texts_needs(prepared, texts, ranks)
@@ -370,22 +335,22 @@ def find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> Dis
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
 
 
-def _disk_notes(needs: Sequence[Needs], prepared: Prepared) -> list[str]:
+def _disk_notes(needs: Sequence[Needs], prepared: job.Prepared) -> list[str]:
     """Say which disks have less than a run needs."""
-    short: dict[object, Shortage] = {}
+    short: dict[object, tuple[int, int]] = {}
     for phase in needs:
-        for shortage in find_shortages(phase):
+        for path, nbytes, free in find_shortages(phase):
             # What lies beside the output is on its disk.
-            in_cache = shortage.path == prepared.source.root
-            short.setdefault("the Hub's cache" if in_cache else prepared.target, shortage)
+            in_cache = path == prepared.source.root
+            short.setdefault("the Hub's cache" if in_cache else prepared.target, (nbytes, free))
 
     return [
         f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free"
-        for place, (_, nbytes, free) in short.items()
+        for place, (nbytes, free) in short.items()
     ]
 
 
-def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
+def _preview_push(prepared: job.Prepared, publisher: Publisher) -> None:
     """Refuse a repository that the run would refuse. Nothing is changed on the Hub.
 
     Raises:
@@ -403,17 +368,17 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
 
 
 def _write(
-    prepared: Prepared, corpus: Corpus | None, space: DiskSpace, ranks: Ranks, reporter: Reporter, start: float
+    prepared: job.Prepared, corpus: Corpus | None, space: DiskSpace, ranks: Ranks, reporter: Reporter, start: float
 ) -> Result:
     """Carry out a complete plan; `corpus` has the texts for GPTQ, if it rounds layers first."""
-    in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
+    job.in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
     outcome = carry_out(prepared, ranks, reporter, corpus)
     result = _result(prepared, space, start, outcome)
     reporter.on_finish(result, outcome.already_complete)
     return result
 
 
-def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
+def _result(prepared: job.Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
     """Return what a run that began at time `start` has done, or would do."""
     plan, source = prepared.plan, prepared.source
     published, findings = outcome.published, outcome.findings
@@ -496,15 +461,15 @@ def diagnose(request: Diagnose, reporter: Reporter | None = None) -> Diagnosis:
     progress = partial((reporter or Reporter()).on_progress, unit="bytes")
     chosen = find_scheme(request.scheme)
 
-    source, checkpoint = open_model(request.model, request.revision, request.stream)
+    source, checkpoint = job.open_model(request.model, request.revision, request.stream)
     options = PlanOptions(tuple(request.ignore))
-    with without_collector():
+    with job.without_collector():
         plan = make_plan(checkpoint, chosen, options, source.identity, request.architecture)
 
     with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
         # More threads bring nothing and take long to start.
-        limit = max(MOST_WORKERS, available_cpus())
-        threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
+        limit = max(job.MOST_WORKERS, available_cpus())
+        threads = min(request.workers or min(job.MOST_WORKERS, available_cpus()), limit)
         layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
 
     rows = sum(layer.shape[0] for layer in layers)

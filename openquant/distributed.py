@@ -475,13 +475,7 @@ class _Exchange:
         # torch's type hints lack names that its documentation has.
         torch_distributed: Any = import_module("torch.distributed")
         store = torch_distributed.TCPStore(
-            host,
-            port,
-            None,
-            serves,
-            timedelta(seconds=GRACE),
-            wait_for_workers=False,
-            multi_tenant=True,
+            host, port, None, serves, timedelta(seconds=GRACE), wait_for_workers=False, multi_tenant=True
         )
         store = torch_distributed.PrefixStore(f"openquant/{self.rendezvous.restarts}", store)
         # A script may call compress() several times: the n-th calls of all ranks belong together.

@@ -240,10 +240,7 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
     text = str(error).lower()
 
     if number in (errno.EMFILE, errno.ENFILE):
-        return (
-            "no more files can be opened",
-            "raise that limit (ulimit -n), then run the same command again",
-        )
+        return ("no more files can be opened", "raise that limit (ulimit -n), then run the same command again")
 
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return (

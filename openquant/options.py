@@ -103,13 +103,30 @@ def option(default: Any, help: str, group: str = "", value: str | None = None, *
         default: the value if it is not given; MISSING if it must be given.
         help: the text; its first sentence is the line in --help.
         group: the title above that line; "" for an option of Python only.
-        value: what stands for the value in --help, such as "DIR"; None for a switch.
+        value: what stands for the value in --help, such as "DIR"; None for a switch, and for NAME beside choices.
         more: the other attributes of Option, by name.
 
     Returns:
         A `dataclasses.Field`, with the Option as `metadata["option"]`.
     """
+    if "choices" in more:
+        value = value or "NAME"
     return field(default=default, metadata={"option": Option(help, group, value, default, **more)})
+
+
+def quantization(default: Any, help: str, value: str | None = None, **more: Any) -> Any:
+    """Return a field that is an option under the title "quantization". The arguments are those of `option`."""
+    return option(default, help, QUANTIZATION, value, **more)
+
+
+def file_option(default: Any, help: str, group: str, value: str, **more: Any) -> Any:
+    """Return a field that is an option whose value names a file. The arguments are those of `option`."""
+    return option(default, help, group, value, read=read_text, completes="file", **more)
+
+
+def directory_option(default: Any, help: str, group: str, value: str, **more: Any) -> Any:
+    """Return a field that is an option whose value names a directory. The arguments are those of `option`."""
+    return option(default, help, group, value, read=read_text, completes="directory", **more)
 
 
 def options_of(kind: type) -> dict[str, Option]:
@@ -180,46 +197,26 @@ def tokens(text: str) -> int:
     return int(found[1]) * (1024 if found[2] else 1)
 
 
-def seconds(text: str) -> float:
-    """Read a number of seconds above zero from the command line.
+def number_reader(pattern: str, what: str, positive: bool = True) -> Callable[[str], float]:
+    """Return what reads a number from the command line.
 
     Args:
-        text: such as "600" or "0.5".
-
-    Raises:
-        ArgumentTypeError: it is no such number.
+        pattern: the regular expression of such numbers.
+        what: what others are not, such as "number of seconds".
+        positive: whether zero is none.
     """
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
-    return float(text)
+
+    def read(text: str) -> float:
+        if not re.fullmatch(pattern, text) or (positive and not float(text)):
+            raise argparse.ArgumentTypeError(f"{text} is no {what}")
+        return float(text)
+
+    return read
 
 
-def nats(text: str) -> float:
-    """Read a KL divergence in nats, zero or more, from the command line.
-
-    Args:
-        text: such as "0.01" or "1e-3".
-
-    Raises:
-        ArgumentTypeError: it is no such number.
-    """
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,15})?(e-\d{1,2})?", text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of nats such as 0.01")
-    return float(text)
-
-
-def share(text: str) -> float:
-    """Read a number above 0 and at most 1 from the command line.
-
-    Args:
-        text: such as "0.5".
-
-    Raises:
-        ArgumentTypeError: it is no such number.
-    """
-    if not re.fullmatch(r"0?\.\d{1,9}|1(\.0{1,9})?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most 1, such as 0.5")
-    return float(text)
+seconds = number_reader(r"\d{1,9}(\.\d{1,9})?", "number of seconds")
+nats = number_reader(r"\d{1,9}(\.\d{1,15})?(e-\d{1,2})?", "number of nats such as 0.01", positive=False)
+share = number_reader(r"0?\.\d{1,9}|1(\.0{1,9})?", "number above 0 and at most 1, such as 0.5")
 
 
 def read_text(text: str) -> str:
@@ -314,7 +311,8 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
         UsageError: it names the option.
     """
     if option.repeated:
-        names, values = ["str", "os.PathLike[str]"], [item for item in _items(value) if not isinstance(item, tuple)]
+        names = ["str", "os.PathLike[str]"]
+        values = [item for item in value if not isinstance(item, tuple)] if isinstance(value, tuple) else []
     else:
         names, values = annotation.split(" | "), [value]
     if option.group == "" or any("[" in kind and kind not in _TYPES for kind in names):
@@ -327,10 +325,6 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
             wanted = " or ".join(dict.fromkeys(said for said, _ in kinds if said != "None"))
             # Only a caller in Python can give a wrong type.
             raise UsageError(f"{name} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")
-
-
-def _items(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else ()
 
 
 def _read(name: str, option: Option, value: object) -> object:
@@ -394,14 +388,12 @@ class Streaming(OptionGroup):
 class ScratchDirectory(OptionGroup):
     """Where temporary files lie."""
 
-    scratch: str | os.PathLike[str] | None = option(
+    scratch: str | os.PathLike[str] | None = directory_option(
         None,
         "Scratch directory (default: beside the output). It holds temporary files and streamed shards. The default is "
         "the working directory for diagnose, and if no output is a directory.",
         EXECUTION,
         "DIR",
-        read=read_text,
-        completes="directory",
     )
 
 
@@ -461,16 +453,14 @@ class Workers(OptionGroup):
 class Texts(OptionGroup):
     """The texts that run through a model."""
 
-    text: Sequence[str | os.PathLike[str]] = option(
+    text: Sequence[str | os.PathLike[str]] = file_option(
         (),
         "Text file or JSON Lines file (repeatable). Each file is one domain. Each line of a .jsonl file has `text` or "
         "`messages`; every other file is text in UTF-8. Default: the source code and documentation of Python's "
         "standard library. A calibration and an evaluation never read the same parts of a text.",
         TEXTS,
         "FILE",
-        read=read_text,
         repeated=True,
-        completes="file",
         common=True,
     )
     dataset: str | None = option(
@@ -513,155 +503,130 @@ class CalibrationTexts(Texts):
 class Recipe(OptionGroup):
     """How a checkpoint is quantized."""
 
-    scheme: SchemeName = option(
+    scheme: SchemeName = quantization(
         "tensor",
         f"Numeric format and scales: {', '.join(SCHEME_NAMES)}, {UNCHANGED} or {KEPT}. "
         + "".join(f'"{name}": {named.stored}. ' for name, named in SCHEME_NAMES.items())
         + f'"{UNCHANGED}": the weights stay as they are, and only KV-cache scales are added. '
         f'"{KEPT}": codes and scales of a quantized source stay as they are, and are written as compressed-tensors.',
-        QUANTIZATION,
-        "NAME",
         choices=(*SCHEME_NAMES, UNCHANGED, KEPT),
         common=True,
     )
-    format: FormatName | None = option(
+    format: FormatName | None = quantization(
         None,
         "Checkpoint format: fp8 or compressed-tensors. Default: fp8 for the schemes that have it, tensor and block, "
         "and compressed-tensors for all others.",
-        QUANTIZATION,
-        "NAME",
         choices=("fp8", "compressed-tensors"),
     )
-    scale_format: ScaleFormat | None = option(
+    scale_format: ScaleFormat | None = quantization(
         None,
         "Scale format: float, or ue8m0 (powers of two). ue8m0 rounds scales up. The scheme block in the fp8 format "
         "has both, and float by default; mxfp8 and mxfp4 have only ue8m0, all other schemes only float.",
-        QUANTIZATION,
-        "NAME",
         choices=("float", "ue8m0"),
     )
-    activation_scheme: ActivationScheme = option(
+    activation_scheme: ActivationScheme = quantization(
         "dynamic",
         "Activation scales: dynamic (default) or static. Only the scheme tensor has static activation scales. They "
         "come from a calibration file, or from the input_scale tensors of a quantized source; if there are neither, "
         "a calibration runs first.",
-        QUANTIZATION,
-        "NAME",
         choices=("dynamic", "static"),
     )
-    calibration: str | os.PathLike[str] | None = option(
+    calibration: str | os.PathLike[str] | None = file_option(
         None,
         "Calibration file that calibrate wrote. It must be of this model. It is used for static activation scales, "
         "the activation scales of nvfp4-w4a4, the scales of an FP8 KV cache, `smooth` and `awq`.",
         QUANTIZATION,
         "FILE",
-        read=read_text,
-        completes="file",
     )
-    calibrate: bool = option(
+    calibrate: bool = quantization(
         False,
         "Run a calibration before the model is quantized. Static activation scales, `smooth` and `awq` imply it if "
         "there is no calibration file; static activation scales do not if the source has them.",
-        QUANTIZATION,
     )
-    smooth: float | None = option(
+    smooth: float | None = quantization(
         None,
         "SmoothQuant exponent for int8, such as 0.5. The inputs of layers are divided by factors, and the columns of "
         "their weights are multiplied by the same factors. The factors are powers of two that come from a calibration. "
         "The division is part of the norms and projections before these layers.",
-        QUANTIZATION,
         "ALPHA",
         read=share,
     )
-    awq: bool = option(
+    awq: bool = quantization(
         False,
         "Use AWQ for int2 to int7. The inputs of layers are divided as with `smooth`, by AWQ's factors, where this "
         "lowers the error of the layers' outputs. The search for scales weighs the error of each column by its "
         "activations, which come from a calibration.",
-        QUANTIZATION,
         common=True,
     )
-    gptq: bool = option(
+    gptq: bool = quantization(
         False,
         "Use GPTQ, which runs texts through the model. GPTQ rounds a weight column by column with the layer's "
         "Hessian: each column compensates for the rounding errors of the columns before it. An expert uses the tokens "
         "that are routed to it.",
-        QUANTIZATION,
         common=True,
     )
-    kv_cache: CacheScheme = option(
+    kv_cache: CacheScheme = quantization(
         "auto",
         'KV cache: fp8 adds its scales, auto (default) none. With "fp8", engines store the KV cache in FP8. Its scales '
         "come from a calibration or a quantized source; if there are neither, they are 1. They are for fp8_e4m3: vLLM "
         "refuses --kv-cache-dtype fp8_e5m2 for an output that has them, and for any in the fp8 format.",
-        QUANTIZATION,
-        "NAME",
         choices=("fp8", "auto"),
     )
-    group_size: str | None = option(
+    group_size: str | None = quantization(
         None,
         "int2-int7 group: 32, 64, 128 (default), channel. Each group of inputs shares a scale; a group of "
         '"channel" is a whole row.',
-        QUANTIZATION,
         "N",
         choices=("32", "64", "128", "channel"),
     )
-    asymmetric: bool = option(
+    asymmetric: bool = quantization(
         False,
         "Store a zero point with each int2 to int7 scale. This lowers the rounding error. transformers "
         f"{CITED['transformers']} cannot load such a checkpoint.",
-        QUANTIZATION,
     )
-    no_search: bool = option(
+    no_search: bool = quantization(
         False,
         "Do not search for scales (int2-int7, nvfp4). Each scale then comes from the largest weight of its group, not "
         "from a search for the least squared error.",
-        QUANTIZATION,
     )
-    ignore: Sequence[str] = option(
+    ignore: Sequence[str] = quantization(
         (),
         "Modules that stay unquantized (repeatable). These are patterns over module names: * matches one part of a "
         "name, ** any number of parts, {a,b} a or b.",
-        QUANTIZATION,
         "PATTERN",
         repeated=True,
         common=True,
     )
-    scheme_for: Mapping[str, SchemeName] | None = option(
+    scheme_for: Mapping[str, SchemeName] | None = quantization(
         None,
         "Another scheme for matching modules (repeatable). It maps patterns over module names to schemes; the first "
         "pattern that matches counts. It needs the compressed-tensors format. Schemes: "
         f"{', '.join(name for name, named in SCHEME_NAMES.items() if named.mixes)}.",
-        QUANTIZATION,
         "PATTERN=SCHEME",
         read=pattern_and_scheme,
         repeated=True,
     )
-    tp: int | None = option(
+    tp: int | None = quantization(
         None,
         "Tensor-parallel size that the output must allow. Layers that 128x128 blocks do not divide at this size get "
         "one scale per output row instead; in the fp8 format they stay unquantized.",
-        QUANTIZATION,
         "N",
         read=int,
     )
-    quantize_lm_head: bool = option(
+    quantize_lm_head: bool = quantization(
         False,
         "Quantize the output head (compressed-tensors). Engines load none in the fp8 format, and vLLM serves a model "
         "that has one neither as an embedding model nor as a reranker.",
-        QUANTIZATION,
     )
-    quantize_embeddings: bool = option(
+    quantize_embeddings: bool = quantization(
         False,
         "Quantize the input embedding, for vLLM. It loads int8-weights, int4 and int2; beside another scheme the "
         "embedding gets int8-weights. No engine loads one that is the output head too.",
-        QUANTIZATION,
     )
-    architecture: str | None = option(
+    architecture: str | None = quantization(
         None,
         "Registry entry to use instead of config.json's. "
         '"generic" decides by names and shapes, and so does "auto" for a class without an entry.',
-        QUANTIZATION,
         "NAME",
         read=read_text,
     )
@@ -804,30 +769,26 @@ def _scheme_names(given: Sequence[str]) -> tuple[str, ...]:
 class FitOptions(OptionGroup):
     """The size that compress() chooses schemes for."""
 
-    fit: str | None = option(
+    fit: str | None = quantization(
         None,
         "Mix schemes to fit a size: 4090, 5.0bits, kl=0.02. 24GB, 2x24GB, 4090 or 2x4090 are GPUs, with room for a KV "
         "cache of `context` tokens; size=12.5GB is the size of all weights, 5.0bits the bits of a weight, and kl=0.02 "
         "the largest KL divergence. docs/fit.md says how the mixture is chosen.",
-        QUANTIZATION,
         "SIZE",
         read=read_text,
         common=True,
     )
     context: int = option(8192, "Tokens of KV cache, for --fit", QUANTIZATION, "N", read=tokens)
-    engines: str = option(
+    engines: str = quantization(
         "both",
         "Engine for --fit: vllm, sglang, or both (default). SGLang loads fewer schemes than vLLM.",
-        QUANTIZATION,
-        "NAME",
         flags=("--for",),
         choices=("vllm", "sglang", "both"),
     )
-    candidates: Sequence[str] = option(
+    candidates: Sequence[str] = quantization(
         (),
         "Schemes that --fit may choose, separated by commas. Without it: int4, nvfp4, int5, int6 and int8-weights, as "
         "far as engines load them.",
-        QUANTIZATION,
         "SCHEMES",
         read=read_text,
         repeated=True,
@@ -846,28 +807,23 @@ class CompareSchemes(ModelSource):
     """What fit_table() compares."""
 
     model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
-    gpu: str | None = option(
+    gpu: str | None = quantization(
         None,
         "GPU: 4090, 2xA100-80, 24GB, or cpu. Without one, the table is for GPUs of 24, 48 and 80 GB. docs/fit.md lists "
         "the names.",
-        QUANTIZATION,
         "NAME",
         read=read_text,
     )
     context: int = same_as(FitOptions, "context", help="Tokens of a sequence.")
-    engines: str | None = option(
+    engines: str | None = quantization(
         None,
         "Engines that must load it: vllm, sglang, both. Default: any.",
-        QUANTIZATION,
-        "NAME",
         flags=("--for",),
         choices=("vllm", "sglang", "both"),
     )
-    kv_cache: CacheScheme = option(
+    kv_cache: CacheScheme = quantization(
         "auto",
         "KV cache of the output: fp8, auto (default). An FP8 KV cache holds twice as many tokens.",
-        QUANTIZATION,
-        "NAME",
         choices=("fp8", "auto"),
     )
     ignore: Sequence[str] = same_as(Recipe, "ignore")
@@ -898,7 +854,7 @@ class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
     """What calibrate() reads and writes, and how it runs."""
 
     model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
-    out: str | os.PathLike[str] | None = option(
+    out: str | os.PathLike[str] | None = file_option(
         None,
         "File to write (default: ./NAME.calibration.safetensors). If the working directory is the model's own, the "
         "default is beside it. An earlier calibration of the same model is replaced.",
@@ -906,8 +862,6 @@ class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
         "FILE",
         flags=("-o", "--out"),
         also=("--output",),
-        read=read_text,
-        completes="file",
     )
     overwrite: bool = option(False, "Also replace a calibration of another model.", FILES)
 
@@ -934,41 +888,25 @@ class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
 class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     """What evaluate() compares, and how."""
 
-    outputs: Sequence[str | os.PathLike[str]] = option(
-        MISSING,
-        "Directories or Hub repositories made from the source.",
-        FILES,
-        "OUTPUT",
-        read=read_text,
-        repeated=True,
-        completes="directory",
+    outputs: Sequence[str | os.PathLike[str]] = directory_option(
+        MISSING, "Directories or Hub repositories made from the source.", FILES, "OUTPUT", repeated=True
     )
-    source: str | os.PathLike[str] = option(
-        MISSING,
-        "Source checkpoint: directory or Hub repository.",
-        FILES,
-        "MODEL",
-        read=read_text,
-        required=True,
-        completes="directory",
+    source: str | os.PathLike[str] = directory_option(
+        MISSING, "Source checkpoint: directory or Hub repository.", FILES, "MODEL", required=True
     )
-    out: str | os.PathLike[str] | None = option(
+    out: str | os.PathLike[str] | None = file_option(
         None,
         "File for the results of all outputs. By default those of an output are in its eval.json, if it is a directory "
         "that openquant wrote; others are not stored.",
         FILES,
         "FILE",
-        read=read_text,
-        completes="file",
     )
-    prompts: str | os.PathLike[str] | None = option(
+    prompts: str | os.PathLike[str] | None = file_option(
         None,
         "File of prompts: one per line, or JSON Lines. The source and the outputs answer them side by side. Default: "
         "built-in prompts. With `stream` there are no prompts: the models are compared along a text.",
         TEXTS,
         "FILE",
-        read=read_text,
-        completes="file",
     )
     no_prompts: bool = option(
         False,
@@ -981,30 +919,23 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         'KV cache: fp8, or auto (default), as the config says. "fp8" rounds keys and values to FP8; "auto" does so '
         "for an output whose config says it.",
         EXECUTION,
-        "NAME",
         choices=("fp8", "auto"),
     )
-    tasks: Sequence[str | os.PathLike[str]] = option(
+    tasks: Sequence[str | os.PathLike[str]] = file_option(
         (),
         "Tasks, separated by commas: files, or names of lm-eval. A file is JSON Lines with `question`, `choices` and "
         "`answer`, the JSON of a BIG-bench task, or the YAML of an lm-eval task. Names and YAML need lm-eval, the "
         "extra `tasks`. Tasks that generate texts are for lm-eval itself (docs/tasks.md).",
         TEXTS,
         "TASK",
-        read=read_text,
         repeated=True,
-        completes="file",
     )
     limit: int | None = option(
         None, "Questions of each task that are asked (default: all). They are the first ones.", TEXTS, "N", read=int
     )
     seed: int = option(0, "Seed of the noise floor and the intervals.", EXECUTION, "N", read=int)
     fail_above: float | None = option(
-        None,
-        "Exit with 1 if a mean KL divergence is larger. From Python this does nothing.",
-        OUTPUT,
-        "KL",
-        read=nats,
+        None, "Exit with 1 if a mean KL divergence is larger. From Python this does nothing.", OUTPUT, "KL", read=nats
     )
 
     def __post_init__(self) -> None:
@@ -1045,13 +976,8 @@ class Check(Workers, ModelDirectory):
     directory: str | os.PathLike[str] = same_as(
         ModelDirectory, "directory", help="Directory of a quantized checkpoint, or Hub org/name[@rev]."
     )
-    source: str | os.PathLike[str] | None = option(
-        None,
-        "Source to compare with: a directory, GGUF file, or Hub org/name[@rev].",
-        FILES,
-        "MODEL",
-        read=read_text,
-        completes="directory",
+    source: str | os.PathLike[str] | None = directory_option(
+        None, "Source to compare with: a directory, GGUF file, or Hub org/name[@rev].", FILES, "MODEL"
     )
     full: bool = option(
         False,
@@ -1063,20 +989,6 @@ class Check(Workers, ModelDirectory):
 
 
 # For the command line only.
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """A recipe to repeat."""
-
-    recipe: str | None = option(
-        None,
-        "Use the options of this .openquant.json. Options on the command line override them.",
-        QUANTIZATION,
-        "FILE",
-        read=read_text,
-        completes="file",
-    )
 
 
 @dataclass(frozen=True)
@@ -1093,114 +1005,52 @@ class Explain(OptionGroup):
 
 
 @dataclass(frozen=True)
-class BlockSize:
-    """Another name for a scheme."""
-
-    block_size: int | None = option(
-        None, "Short for --scheme block.", QUANTIZATION, "128", flags=("-w", "--block-size"), read=int
-    )
-
-
-@dataclass(frozen=True)
-class RendezvousOptions:
-    """How ranks meet."""
-
-    rendezvous_timeout: float = option(
-        PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=seconds
-    )
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """Whether a verb without a plan only says what it would do."""
-
-    dry_run: bool = option(False, "Say what would be done and write nothing.", EXECUTION)
-
-
-@dataclass(frozen=True)
-class Verbosity:
-    """How much is printed."""
-
-    quiet: bool = option(False, "Print errors only.", OUTPUT, flags=("-q", "--quiet"))
-    verbose: bool = option(False, "Also list unquantized layers and copied files.", OUTPUT, flags=("-v", "--verbose"))
-
-
-@dataclass(frozen=True)
-class JsonOutput:
-    """Results for programs."""
-
-    json: bool = option(False, "Print one JSON object on stdout and nothing else.", OUTPUT)
-
-
-@dataclass(frozen=True)
-class ProgressLines:
-    """Progress for programs."""
-
-    progress: str = option(
-        "auto", "Progress: auto (default), or JSON lines on stderr.", OUTPUT, "KIND", choices=("auto", "json")
-    )
-
-
-@dataclass(frozen=True)
-class ReportPage:
-    """Results for people to look at."""
-
-    report: str | None = option(
-        None,
-        "Also write an HTML page (needs matplotlib).",
-        OUTPUT,
-        "FILE.html",
-        read=read_text,
-        completes="file",
-    )
-
-
-@dataclass(frozen=True)
-class ReportFigure:
-    """Results for a model card."""
-
-    figure: str | None = option(
-        None,
-        "Also write a picture for a model card. It shows all outputs, and needs matplotlib.",
-        OUTPUT,
-        "FILE.png",
-        read=read_text,
-        completes="file",
-    )
-
-
-@dataclass(frozen=True)
-class WithSearch:
-    """What `openquant fit` does."""
-
-    search: bool = option(
-        False,
-        "Measure mixtures of all sizes on this model. It runs texts through it, writes no checkpoint, and keeps the "
-        "scores for --fit.",
-        QUANTIZATION,
-    )
-
-
-@dataclass(frozen=True)
 class WebPage:
     """Where `openquant web` serves its page, and what that may read and write."""
 
     port: int = option(7860, "Port on 127.0.0.1; 0 for a free one", EXECUTION, "N", read=int)
-    root: Sequence[str] = option(
+    root: Sequence[str] = directory_option(
         (),
         "Directory it may read and write (repeatable). Runs and outputs go into the first. Default: the working "
         "directory.",
         FILES,
         "DIR",
-        read=read_text,
         repeated=True,
-        completes="directory",
     )
 
 
 @dataclass(frozen=True)
-class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, DryRun, RendezvousOptions, BlockSize):
-    """Options that the command line handles itself, not the functions of api.py."""
+class Command:
+    """Options that the command line handles itself, not the functions of api.py. Verbs take them one by one."""
+
+    recipe: str | None = file_option(
+        None,
+        "Use the options of this .openquant.json. Options on the command line override them.",
+        QUANTIZATION,
+        "FILE",
+    )
+    block_size: int | None = option(
+        None, "Short for --scheme block.", QUANTIZATION, "128", flags=("-w", "--block-size"), read=int
+    )
+    rendezvous_timeout: float = option(
+        PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=seconds
+    )
+    dry_run: bool = option(False, "Say what would be done and write nothing.", EXECUTION)
+    quiet: bool = option(False, "Print errors only.", OUTPUT, flags=("-q", "--quiet"))
+    verbose: bool = option(False, "Also list unquantized layers and copied files.", OUTPUT, flags=("-v", "--verbose"))
+    json: bool = option(False, "Print one JSON object on stdout and nothing else.", OUTPUT)
+    progress: str = option(
+        "auto", "Progress: auto (default), or JSON lines on stderr.", OUTPUT, "KIND", choices=("auto", "json")
+    )
+    report: str | None = file_option(None, "Also write an HTML page (needs matplotlib).", OUTPUT, "FILE.html")
+    figure: str | None = file_option(
+        None, "Also write a picture for a model card. It shows all outputs, and needs matplotlib.", OUTPUT, "FILE.png"
+    )
+    search: bool = quantization(
+        False,
+        "Measure mixtures of all sizes on this model. It runs texts through it, writes no checkpoint, and keeps the "
+        "scores for --fit.",
+    )
 
 
 # How options are read and shown.

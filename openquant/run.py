@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import WeightFindings, check_written, convert
@@ -85,18 +85,6 @@ class _Writing:
         self.reporter.on_advance(nbytes)
 
 
-class _Work(NamedTuple):
-    """The work that is left, which the first rank finds when it claims the output directory and shares with all.
-
-    Attributes:
-        unfinished: names of the shards to convert; None if nothing at all is left to do.
-        repository: repository to push to; "" if nothing is pushed.
-    """
-
-    unfinished: list[str] | None
-    repository: str
-
-
 class _Transfer:
     """Downloads shards before convert() needs them and uploads finished ones; ends if another rank fails."""
 
@@ -156,10 +144,10 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     with ExitStack() as stack:
         if prepared.source.remote or publisher:
             stack.enter_context(silent())
-        work = _find_work(writing, stack)
-        unfinished = work.unfinished
+        # Only the first rank claims the directory and asks the Hub; the others hear what is left and the current name.
+        unfinished, repository = ranks.first_does(lambda: _find_work(writing, stack.enter_context(claim)))
         if publisher:
-            publisher.repo = work.repository
+            publisher.repo = repository
             stack.enter_context(publisher)
 
         # GPTQ rounds layers before the conversion.
@@ -172,24 +160,22 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             findings = _convert_shards(writing, unfinished)
             unread_shards = ranks.first_does(lambda: _finish_output(writing, unfinished, findings))
 
-        published = in_all_ranks(ranks, lambda: _publish(writing, work))
+        published = in_all_ranks(ranks, lambda: _publish(writing, unfinished))
         if corpus is not None and ranks.first:
             rounded_layer_store(prepared.target).remove()
     return Outcome(claim.resumed, unfinished is None, published, findings, unread_shards)
 
 
-def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
-    """Claim the output directory until the stack is left, and find what is left to do. Only the first rank does it.
+def _find_work(writing: _Writing, claim: Claim) -> tuple[list[str] | None, str]:
+    """Find what is left to do in a claimed directory.
+
+    Returns:
+        Names of the shards to convert, None if nothing at all is left to do; and the repository to push to, or "".
 
     Raises:
         SourceError: the output there was made from another source.
         OutputError: openquant did not write the output directory, or it cannot be written to.
     """
-    return _Work(*writing.ranks.first_does(lambda: _unfinished_work(writing, stack.enter_context(writing.claim))))
-
-
-def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
-    """Find what is left to do in a claimed directory."""
     prepared, publisher = writing.prepared, writing.publisher
     push = prepared.run.push
     if claim.complete and not (push and push.only):
@@ -214,7 +200,7 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
 
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
-    return _Work(None if claim.complete else unfinished, repository)
+    return None if claim.complete else unfinished, repository
 
 
 def _report_start(writing: _Writing, unfinished: Sequence[str]) -> None:
@@ -306,14 +292,14 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
     return unread_shards
 
 
-def _publish(writing: _Writing, work: _Work) -> Published | None:
+def _publish(writing: _Writing, unfinished: list[str] | None) -> Published | None:
     """Publish the output, if the run pushes. Only the first rank does it."""
     prepared, publisher, push = writing.prepared, writing.publisher, writing.prepared.run.push
     if publisher is None or push is None or not writing.ranks.first:
         return None
 
     evaluation: list[str] = []
-    if work.unfinished is None and not push.only:
+    if unfinished is None and not push.only:
         evaluation = take_evaluation(publisher)
 
     writing.reporter.on_publishing(publisher.repo)

@@ -90,9 +90,9 @@ NIGHTLY = (
     "streaming/test_streamed.py::test_an_interrupt_at_any_bytecode_of_the_hand_over_ends_all_passes",
     "test_benchmarks.py",
     "test_distributed.py::test_accelerate_launch_starts_ranks_too",
-    "test_distributed.py::test_ranks_on_two_hosts",
     "test_guides.py::test_a_model_that_fits_is_published",
     "test_packaging.py::test_every_verb_works_from_the_wheel",
+    "test_packaging.py::test_type_checkers_follow_an_editable_install",
 )
 
 

@@ -59,13 +59,6 @@ def test_a_class_without_entry_or_reason_is_named(releases: tuple[Path, Path]) -
     assert found == "== classes\n  + NobodyForCausalLM (model_executor/models/nobody.py): NEITHER ENTRY NOR REASON\n"
 
 
-def test_a_changed_limit_of_a_format_is_shown(releases: tuple[Path, Path]) -> None:
-    found = run(ROOT / "tools" / "compare_engines.py", releases, "--formats", "--diff")
-    assert "model_executor/layers/quantization/fp8.py" in found
-    assert "-    return 64" in found
-    assert "+    return 128" in found
-
-
 def test_cited_lines_are_rewritten_where_they_only_moved(releases: tuple[Path, Path], tmp_path: Path) -> None:
     """In a copy of the repository, of which a comment cites two lines."""
     copy = copied(tmp_path)
@@ -75,26 +68,3 @@ def test_cited_lines_are_rewritten_where_they_only_moved(releases: tuple[Path, P
     assert "openquant/cited.py\n  ~ models/llama.py:3 changed\n" in found
     assert found.splitlines()[-1] == "0 cited places are the same, 1 only moved and were rewritten"
     assert comment.read_text() == "# vLLM models/llama.py:4 adds.\n\n# vLLM models/llama.py:3 is another.\n"
-
-
-def test_further_lines_of_a_file_move_too(releases: tuple[Path, Path], tmp_path: Path) -> None:
-    """What follows a cited line at once; other numbers, and lines of a version that is named, stay."""
-    lines = [f"x{number} = {number}" for number in range(60)]
-    for release, text in zip(releases, (lines, ["import x", "", *lines]), strict=True):
-        (release / "vllm" / "model_executor" / "models" / "config.py").write_text("\n".join(text) + "\n")
-    copy = copied(tmp_path)
-    comment = copy / "openquant" / "cited.py"
-    written = (
-        "# vLLM config.py:{} and {} read it, like :{}, {} and {}-{}.\nSIZES = (24, 48)\n# vLLM 0.1.0 config.py:20.\n"
-    )
-    comment.write_text(written.format(56, 17, 12, 13, 14, 15))
-    found = run(copy / "tools" / "compare_engines.py", releases, "--lines", "--move")
-    assert found.endswith("\n0 cited places are the same, 5 only moved and were rewritten\n")
-    assert comment.read_text() == written.format(58, 19, 14, 15, 16, 17)
-
-
-def test_a_directory_without_vllm_is_refused(releases: tuple[Path, Path], tmp_path: Path) -> None:
-    tool = ROOT / "tools" / "compare_engines.py"
-    done = subprocess.run([sys.executable, str(tool), str(releases[0]), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"{tmp_path}/vllm has no {REGISTRY}: unpack a wheel of vllm there" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -121,53 +120,6 @@ def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path, one: d
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path / "many") == one
     assert json.loads(done.stdout)["shards"] == 6
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
-    """Two hosts with a network between them: for each the words that run a command there."""
-    names = [f"openquant-{os.getpid()}-{number}" for number in range(2)]
-    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True) if shutil.which("ip") else None
-    if made is None or made.returncode:
-        pytest.skip("network namespaces need root and the command ip")
-    setup = [
-        f"netns add {names[1]}",
-        f"-n {names[0]} link add wire type veth peer name wire netns {names[1]}",
-        *(f"-n {name} address add 10.97.31.{number}/24 dev wire" for number, name in enumerate(names, 1)),
-        *(f"-n {name} link set {device} up" for name in names for device in ("wire", "lo")),
-    ]
-    try:
-        for words in setup:
-            subprocess.run(["ip", *words.split()], check=True)
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
-
-
-def test_ranks_on_two_hosts(subtests, tmp_path, source, hosts, one):
-    """They reach each other by the network, and the disk that they share by its path."""
-    torchrun = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.97.31.1 --master-port 29517"
-    accelerate = (
-        "accelerate.commands.launch --multi_gpu --num_machines 2 --num_processes 2 --main_process_ip 10.97.31.1 "
-        "--main_process_port 29517"
-    )
-    # Each host's own interface, as on a cluster where names of hosts are not resolved.
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    for start, rank in ((torchrun, "--node-rank"), (accelerate, "--machine_rank")):
-        with subtests.test(start):
-            out = tmp_path / start.partition(".")[0]
-            words = (str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json")
-            commands = [
-                [*host, sys.executable, "-m", *start.split(), rank, str(number), *words]
-                for number, host in enumerate(hosts)
-            ]
-            running = [subprocess.Popen(command, **pipes, text=True, env=environment) for command in commands]
-            told = [process.communicate(timeout=120) for process in running]
-            assert [process.returncode for process in running] == [0, 0], told
-            assert tree(out) == one
-            assert [json.loads(out)["shards"] if out else None for out, _ in told] == [6, None]
 
 
 DIES = """

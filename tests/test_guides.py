@@ -228,27 +228,6 @@ def test_a_card_gets_schemes_that_engines_compute_there() -> None:
             assert sglang == (", ".join(also) or "none"), card
 
 
-def test_messages_are_found_in_the_code(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "one.py").write_text(
-        "MEND = 'do it again'\nclass Gone(SourceError): ...\nclass SourceError(OpenQuantError): ...\n"
-    )
-    (tmp_path / "a" / "two.py").write_text(
-        "from .one import MEND, Gone\n"
-        "def f(name, why, left):\n"
-        "    raise Gone(f'{name}: no {left!r} here{why}', MEND)\n"
-        "    raise OpenQuantError('one way ' + ('or' if left else 'another'), hint=f'see {why}' if why else '')\n"
-        "    raise Gone(f'{name}: {why}', MEND)\n"
-        "    raise ValueError('is no message')\n"
-        "    raise OpenQuantError(str(why), '')\n"
-    )
-    assert list(messages.messages(tmp_path)) == [
-        ("a", "...: no ... here...", "do it again"),
-        ("a", "one way or", "see ..."),
-        ("a", "one way another", "see ..."),
-    ]
-
-
 def test_errors_on_the_pages_are_messages_of_the_code() -> None:
     known = [
         (re.sub(r"(\\\.){3}", ".*", re.escape(text)), re.sub(r"(\\\.){3}", ".*", re.escape(hint)))

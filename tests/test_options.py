@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import ast
-import fcntl
 import inspect
 import io
 import os
-import pty
 import re
-import select
-import struct
 import subprocess
 import sys
-import termios
-import time
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -33,19 +26,7 @@ from openquant.errors import UsageError
 from openquant.formats import names
 from openquant.formats.names import KEPT, UNCHANGED
 from openquant.formats.schemes import SCHEMES
-from openquant.options import (
-    CalibrationTexts,
-    Check,
-    Diagnose,
-    Evaluate,
-    FitOptions,
-    Option,
-    Push,
-    Recipe,
-    Run,
-    Texts,
-    options_of,
-)
+from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
 from stub import make_stub
 
 TITLES = ("quantization", "model and files", "texts", "publishing on the hub", "execution", "output")
@@ -54,46 +35,6 @@ TITLES = ("quantization", "model and files", "texts", "publishing on the hub", "
 def test_the_stub_is_what_the_signatures_are() -> None:
     written = ast.parse((ROOT / "openquant" / "__init__.pyi").read_text())
     assert ast.dump(written) == ast.dump(ast.parse(make_stub())), "run tools/stub.py, then ruff format"
-
-
-def test_signatures_have_all_options_in_all_forms() -> None:
-    def taken(function: Any) -> dict[str, str]:
-        return {each.name: each.annotation for each in inspect.signature(function).parameters.values()}
-
-    paths = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-    compress = taken(openquant.compress)
-    assert compress.keys() == {
-        *(name for kind in (Run, Recipe, FitOptions, CalibrationTexts) for name in options_of(kind)),
-        *("ranks", "reporter"),
-    }
-    forms = {
-        "ignore": "str | Sequence[str]",
-        "group_size": "GroupSize | None",
-        "max_memory": "int | str | None",
-        "context": "int | str",
-        "push": "Push | str | None",
-        "text": paths,
-        "ranks": "Ranks | None",
-    }
-    assert forms.items() <= compress.items()
-    assert "device" not in taken(openquant.dequantize)
-    assert taken(openquant.evaluate)["outputs"] == paths
-
-
-def test_positional_arguments_stay() -> None:
-    def positional(function: Any) -> list[str]:
-        parameters = inspect.signature(function).parameters.values()
-        return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-
-    assert positional(openquant.compress) == ["model", "output", "scheme"]
-    assert positional(openquant.dequantize) == ["model", "output"]
-    assert positional(openquant.diagnose) == ["model", "scheme"]
-    assert positional(openquant.fit_table) == ["model", "gpu"]
-    assert positional(openquant.evaluate) == ["outputs", "source"]
-    assert positional(openquant.calibrate) == ["model", "out"]
-    assert positional(Push) == ["name", "private", "create_pr", "message", "only", "replace_weights"]
-    with pytest.raises(TypeError, match=re.escape("compress() got an unexpected keyword argument 'workrs'")):
-        openquant.compress("model", workrs=3)  # type: ignore[call-arg]
 
 
 LIMIT = """
@@ -176,58 +117,29 @@ def test_help_is_grouped_and_nearly_all_options_take_a_line(subtests: pytest.Sub
             assert len(options.splitlines()) <= len(begun) + 6
 
 
-# What is typed before TAB, and the words that the shell then has.
+# What is typed before TAB, and the words that bash then offers.
 TYPED = [
-    ("openquant comple\t", ["completion"]),
-    ("openquant compress --quantize-l\t", ["compress", "--quantize-lm-head"]),
-    ("openquant compress -m Qwen/Qwen3-8B --scheme ch\t", ["compress", "-m", "Qwen/Qwen3-8B", "--scheme", "channel"]),
-    ("openquant compress --dry-run -m mod\t", ["compress", "--dry-run", "-m", "models/"]),
-    ("openquant verify mod\t --source mod\t --ful\t", ["verify", "models/", "--source", "models/", "--full"]),
-    ("openquant push models --create\t", ["push", "models", "--create-pr"]),
-    ("compress-fp8 --format comp\t", ["--format", "compressed-tensors"]),
+    ("openquant comple", ["completion"]),
+    ("openquant compress --quantize-l", ["--quantize-lm-head"]),
+    ("openquant compress -m Qwen/Qwen3-8B --scheme ch", ["channel"]),
+    ("openquant compress --dry-run -m mod", ["models"]),
+    ("openquant push models --create", ["--create-pr"]),
+    ("compress-fp8 --format comp", ["compressed-tensors"]),
 ]
 
 
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[int]:
-    """An interactive bash that has read the script, in a directory with a directory and a file; what runs says its words."""
+def test_bash_completes_verbs_options_choices_and_directories(subtests: pytest.Subtests, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "module.txt").write_text("")
-    script = tmp_path / "openquant.bash"
-    script.write_text(openquant_prints("completion", "bash"))
-    (tmp_path / "rc").write_text(
-        f"source {script}\nopenquant() {{ printf '<%s>' \"$@\"; printf '.\\n'; }}\ncompress-fp8() {{ openquant \"$@\"; }}\nPS1='ready '\n"
-    )
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
-    environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null", "HISTFILE": ""}
-    shell = subprocess.Popen(
-        ["bash", "--noprofile", "--rcfile", str(tmp_path / "rc"), "-i"],
-        stdin=follower, stdout=follower, stderr=follower, cwd=tmp_path, env=environment, start_new_session=True,
-    )  # fmt: skip
-    os.close(follower)
-    yield leader
-    shell.kill()
-    shell.wait(60)
-    os.close(leader)
-
-
-def read_until(leader: int, end: str) -> str:
-    shown = ""
-    until = time.monotonic() + 60
-    while not re.search(end, shown):
-        assert select.select([leader], [], [], max(0, until - time.monotonic()))[0], shown
-        shown += os.read(leader, 1 << 16).decode()
-    return shown
-
-
-def test_bash_completes_verbs_options_choices_and_directories(terminal: int, subtests: pytest.Subtests) -> None:
-    read_until(terminal, "ready $")
+    (tmp_path / "script").write_text(openquant_prints("completion", "bash"))
     for typed, words in TYPED:
         with subtests.test(typed):
-            os.write(terminal, typed.encode() + b"\n")
-            told = re.findall(r"(<.*>)\.\r\n", read_until(terminal, r">\.\r\n.*ready $"))
-            assert [re.findall("<(.*?)>", line) for line in told] == [words]
+            name = typed.partition(" ")[0].replace("-", "_")
+            call = f"COMP_WORDS=({typed}); COMP_CWORD={typed.count(' ')}; _shtab_{name}; echo ${{COMPREPLY[@]}}"
+            done = subprocess.run(
+                ["bash", "-c", f"source ./script; {call}"], capture_output=True, text=True, cwd=tmp_path
+            )
+            assert done.stdout.split() == words, done.stderr
 
 
 def test_other_shells_have_a_script_for_both_commands(subtests: pytest.Subtests) -> None:

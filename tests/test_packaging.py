@@ -125,24 +125,6 @@ def test_versions_are_said_alike() -> None:
     assert f"vllm/vllm-openai:v{CITED['vLLM']}" in (ROOT / "Dockerfile.vllm").read_text()
 
 
-def test_a_tag_is_the_version(built: Built, tmp_path: Path) -> None:
-    """As the workflow that releases has it: the version of a tag, and of the commits after it, is not in any file."""
-    shutil.copy(built.checkout / "pyproject.toml", tmp_path)
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-
-    def version() -> str:
-        return call([sys.executable, "-m", "setuptools_scm"], cwd=tmp_path).strip()
-
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
-        call([*git, *command], cwd=tmp_path)
-    assert public_release(version()) == NEWEST
-    call([*git, "tag", "v1.2.3"], cwd=tmp_path)
-    assert version() == "1.2.3"
-    call([*git, "commit", "-q", "--allow-empty", "-m", "two"], cwd=tmp_path)
-    commit = call([*git, "rev-parse", "--short", "HEAD"], cwd=tmp_path).strip()
-    assert version().startswith(f"1.2.3.post1.dev1+g{commit}")
-
-
 def test_outputs_name_the_release_and_no_commit(subtests: pytest.Subtests) -> None:
     for version, release in [
         ("1.2.3", "1.2.3"),

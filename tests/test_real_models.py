@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,38 +12,8 @@ import openquant
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
-import real_models
 
 REAL = os.environ.get("OPENQUANT_REAL_MODELS")
-
-
-def test_articles_are_long_and_english() -> None:
-    english = "The history of the town and of the river was long.\n" * 200
-    german = "Die Geschichte der Stadt und des Flusses war lang.\n" * 200
-    rows = list(real_models.articles([{"input": english}, {"input": german}, {"input": english[:1000]}]))
-    assert rows == [{"text": english.replace("\n", " ")}]
-
-
-def test_a_chat_is_taken_once_at_its_last_turn() -> None:
-    turns = [f'agent_{"AB"[n % 2]}: "turn {n}, as they say"' for n in range(16)]
-    examples = [{"input": " ".join(turns[: n + 1])} for n in range(16)]
-    (chat,) = real_models.chats([*examples, {"input": 'agent_A: "hello"'}])
-    assert chat["messages"][0] == {"role": "user", "content": "turn 0, as they say"}
-    assert [message["role"] for message in chat["messages"]] == ["user", "assistant"] * 8
-    assert chat["messages"][-1]["content"] == "turn 15, as they say"
-
-
-def test_other_files_than_those_that_were_measured_are_refused(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "real_models.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr == f"{tmp_path} has no smollm2-135m/model.safetensors: remove it, and run this again\n"
-    for name in real_models.DIGESTS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.startswith("smollm2-135m/model.safetensors is not what was measured: its SHA-256 is 2d7116")
 
 
 @pytest.mark.skipif(REAL is None, reason="OPENQUANT_REAL_MODELS is not set to what benchmarks/real_models.py fetched")

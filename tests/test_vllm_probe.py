@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from entry_draft import differences, draft
 from openquant.models import MODELS
-from vllm_probe import client
 from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
 from vllm_probe.modules import engine_modules
 
@@ -61,43 +58,3 @@ def test_an_answer_is_told_by_modules_and_drafted(tmp_path: Path) -> None:
     assert differences(MODELS["LlamaForCausalLM"], told) == {}
     made = draft("LlamaForCausalLM", found, SHAPES, 256)
     assert (made.pieces, made.keep, made.questions) == (("ATTENTION", "MLP"), (), ())
-
-
-def test_a_merged_name_that_the_engine_cannot_derive_is_said(tmp_path: Path) -> None:
-    (found,) = answering(tmp_path, json.dumps({**GOOD, "packed": {}}))
-    assert isinstance(found, EngineAnswer)
-    made = draft("StableLmForCausalLM", found, SHAPES, 256)
-    assert made.pieces == ('attention(listed_as="qkv_proj")', 'gated_mlp(".mlp", listed_as="gate_up_proj")')
-
-
-BROKEN = {
-    "nothing": "",
-    "no JSON": "{",
-    "another type": "[]",
-    "a part missing": json.dumps({key: value for key, value in GOOD.items() if key != "packed"}),
-    "a number for a name": json.dumps({**GOOD, "unread": [1]}),
-    "layers of another type": json.dumps({**GOOD, "layers": {"a": None}}),
-    "no number": json.dumps({**GOOD, "layers": {"a": {**layer("a", "b"), "experts": float("inf")}}}),
-    "too few": json.dumps({**GOOD, "layers": {"a": {**layer("a", "b"), "holds": {"weight": [["a"]]}}}}),
-    "too deep": "[" * 100_000,
-}
-
-
-def test_what_is_no_answer_is_an_error(subtests, tmp_path, monkeypatch):
-    for what, answer in BROKEN.items():
-        with subtests.test(what):
-            (found,) = answering(tmp_path, answer)
-            assert isinstance(found, EngineFailed)
-            assert "its answer cannot be read" in found.message
-            (tmp_path / "answer").unlink()
-    (found,) = answering(tmp_path, "NotImplementedError: sparse", "error")
-    assert isinstance(found, EngineFailed)
-    assert found.message == "vLLM cannot build it:\nNotImplementedError: sparse"
-    with pytest.raises(EngineFailed, match="does not say what vLLM builds"):
-        answering(tmp_path, "", status=1)
-    with pytest.raises(EngineFailed, match="No such file"):
-        ask_engine([], tmp_path / "none")
-    monkeypatch.setattr(client, "MAX_BYTES", 100)
-    (found,) = answering(tmp_path, json.dumps(GOOD))
-    assert isinstance(found, EngineFailed)
-    assert "the answer is too long" in found.message

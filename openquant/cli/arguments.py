@@ -9,38 +9,8 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from .. import options
 from ..errors import UsageError
-from ..options import (
-    GROUPS,
-    BlockSize,
-    Calibrate,
-    CalibrationTexts,
-    Check,
-    Diagnose,
-    DryRun,
-    Evaluate,
-    Explain,
-    FitOptions,
-    JsonOutput,
-    ModelDirectory,
-    ModelSource,
-    Option,
-    ProgressLines,
-    Push,
-    Recipe,
-    RendezvousOptions,
-    Repeat,
-    ReportFigure,
-    ReportPage,
-    Run,
-    Search,
-    Texts,
-    Verbosity,
-    WebPage,
-    WithSearch,
-    flags_of,
-    options_of,
-)
 from ..version import __version__
 from .console import require_printed, say
 
@@ -188,33 +158,40 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def add_options(
-        self, *kinds: type, positional: Sequence[str] = (), without: Collection[str] = (), **helps: str
+        self, *kinds: type | str, positional: Sequence[str] = (), without: Collection[str] = (), **helps: str
     ) -> None:
         """Add the options of classes of options.py, grouped under its titles.
 
         Options that the user does not give are absent from the namespace, so that only options.py has defaults.
 
         Args:
-            kinds: classes of options.py.
+            kinds: classes of options.py, and names of options of Command.
             positional: names of options that are positional arguments.
             without: names of options to leave out.
             helps: help texts that replace those of options.py, by name of an option among these.
         """
-        options = {name: option for kind in kinds for name, option in options_of(kind).items() if name not in without}
+        chosen: dict[str, options.Option] = {}
+        for kind in kinds:
+            chosen |= (
+                {kind: options.options_of(options.Command)[kind]} if isinstance(kind, str) else options.options_of(kind)
+            )
+        chosen = {name: option for name, option in chosen.items() if name not in without}
         for name, text in helps.items():
-            options[name] = options[name]._replace(help=text)
+            chosen[name] = chosen[name]._replace(help=text)
         if self.by_flag:
-            positional = [name for name in positional if not options[name].flags]
+            positional = [name for name in positional if not chosen[name].flags]
 
         # Positional arguments come first, then options with a letter.
-        names = sorted(options, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, options[name])))
-        hides = len(options) > MANY
+        names = sorted(
+            chosen, key=lambda name: 0 if name in positional else 3 - len(options.flags_of(name, chosen[name]))
+        )
+        hides = len(chosen) > MANY
 
-        for title in GROUPS:
+        for title in options.GROUPS:
             group = self.add_argument_group(title)
             volume = group.add_mutually_exclusive_group()
             for name in names:
-                option = options[name]
+                option = chosen[name]
                 if option.group != title:
                     continue
 
@@ -243,7 +220,7 @@ class Parser(argparse.ArgumentParser):
             group.add_argument("--version", action=_VersionAction, help="Show the version", **shows)
 
 
-def _add(group: argparse._ActionsContainer, name: str, option: Option, positional: bool) -> argparse.Action:
+def _add(group: argparse._ActionsContainer, name: str, option: options.Option, positional: bool) -> argparse.Action:
     settings: dict[str, Any] = {"help": option.summary}
     if option.value is not None:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
@@ -257,7 +234,7 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option, positiona
         if option.value is None:
             action = "store_true"
         settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
-        added = group.add_argument(*flags_of(name, option), *option.also, **settings)
+        added = group.add_argument(*options.flags_of(name, option), *option.also, **settings)
         vars(added)["also"] = option.also
     if option.completes:
         vars(added)["complete"] = option.completes  # shtab reads it
@@ -276,17 +253,18 @@ EXAMPLES = (
 MANY = 30
 # The classes of options of compress.
 CONVERSION = (
-    Recipe,
-    FitOptions,
-    Repeat,
-    BlockSize,
-    Run,
-    Push,
-    CalibrationTexts,
-    RendezvousOptions,
-    Verbosity,
-    JsonOutput,
-    ProgressLines,
+    options.Recipe,
+    options.FitOptions,
+    "recipe",
+    "block_size",
+    options.Run,
+    options.Push,
+    options.CalibrationTexts,
+    "rendezvous_timeout",
+    "quiet",
+    "verbose",
+    "json",
+    "progress",
 )
 COMPLETION = """examples:
   openquant completion install
@@ -301,7 +279,7 @@ class _Verb(NamedTuple):
         name: the verb.
         about: what it does.
         usage: usage text after the verb.
-        kinds: classes of its options.
+        kinds: classes of its options, and names of options of Command.
         examples: arguments of example commands.
         positional, without, helps: see `Parser.add_options`.
     """
@@ -309,7 +287,7 @@ class _Verb(NamedTuple):
     name: str
     about: str
     usage: str
-    kinds: tuple[type, ...]
+    kinds: tuple[type | str, ...]
     examples: tuple[str, ...] = ()
     positional: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
@@ -317,32 +295,24 @@ class _Verb(NamedTuple):
 
 
 _VERBS = (
-    _Verb(
-        "compress",
-        COMPRESS,
-        MODEL,
-        CONVERSION,
-        examples=EXAMPLES,
-        positional=("model",),
-    ),
+    _Verb("compress", COMPRESS, MODEL, CONVERSION, examples=EXAMPLES, positional=("model",)),
     _Verb(
         "fit",
         "Show which schemes fit a GPU, and how much context they leave.",
         "MODEL [--gpu NAME] [options]",
-        (WithSearch, Search, Verbosity, JsonOutput, ProgressLines, ReportPage),
+        ("search", options.Search, "quiet", "json", "progress", "report"),
         examples=(
             "Qwen/Qwen3-32B --gpu 4090 --context 32k",
             "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
             "Qwen3-32B --gpu 4090 --search --report page.html",
         ),
         positional=("model",),
-        without=("verbose",),
     ),
     _Verb(
         "dequantize",
         "Convert a quantized checkpoint back to bfloat16 weights.",
         "MODEL [-o DIR] [options]",
-        (Run, Push, RendezvousOptions, Verbosity, JsonOutput, ProgressLines),
+        (options.Run, options.Push, "rendezvous_timeout", "quiet", "verbose", "json", "progress"),
         examples=("Qwen3-32B-FP8", "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16"),
         positional=("model",),
         without=("device",),
@@ -352,7 +322,7 @@ _VERBS = (
         "push",
         "Publish a directory that openquant wrote on the Hub.",
         "DIR NAME [options]",
-        (ModelDirectory, Push, DryRun, JsonOutput),
+        (options.ModelDirectory, options.Push, "dry_run", "json"),
         examples=(
             "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
             "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
@@ -366,17 +336,16 @@ _VERBS = (
         "diagnose",
         "Estimate the quantization error of each layer from its weights.",
         "MODEL [options]",
-        (Diagnose, Verbosity, JsonOutput, ProgressLines),
+        (options.Diagnose, "verbose", "json", "progress"),
         examples=("Qwen/Qwen3-32B --stream", "Qwen3-32B --full --scheme block"),
         positional=("model",),
-        without=("quiet",),
         helps={"scratch": "Scratch directory (default: the working directory).", "verbose": "List every layer."},
     ),
     _Verb(
         "explain",
         "Show how a layer is quantized, and which rule decides it.",
         "MODEL LAYER [options]",
-        (ModelSource, Explain, Recipe, Repeat, BlockSize, JsonOutput),
+        (options.ModelSource, options.Explain, options.Recipe, "recipe", "block_size", "json"),
         examples=("Qwen/Qwen3-32B model.layers.0.self_attn.q_proj", "Qwen3-32B '**.down_proj' -w 128 --json"),
         positional=("model", "layer"),
     ),
@@ -384,7 +353,7 @@ _VERBS = (
         "calibrate",
         "Measure the activations of a model on texts.",
         "MODEL [-o FILE] [options]",
-        (Calibrate, CalibrationTexts, DryRun, RendezvousOptions, JsonOutput, ProgressLines),
+        (options.Calibrate, options.CalibrationTexts, "dry_run", "rendezvous_timeout", "json", "progress"),
         examples=("Qwen/Qwen3-8B --stream", "Qwen3-8B --text mine.jsonl --samples 64"),
         positional=("model",),
     ),
@@ -392,7 +361,7 @@ _VERBS = (
         "eval",
         "Compare quantized checkpoints with their source on texts.",
         "OUTPUT [OUTPUT ...] --source MODEL [options]",
-        (Evaluate, Texts, DryRun, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure),
+        (options.Evaluate, options.Texts, "dry_run", "rendezvous_timeout", "json", "progress", "report", "figure"),
         examples=(
             "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
             "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
@@ -405,7 +374,7 @@ _VERBS = (
         "verify",
         "Check a quantized checkpoint from any tool.",
         "DIR [--source MODEL] [options]",
-        (Check, JsonOutput, ProgressLines),
+        (options.Check, "json", "progress"),
         examples=(
             "Qwen3-32B-FP8",
             "Qwen3-32B-FP8 --source Qwen3-32B --full",
@@ -417,21 +386,11 @@ _VERBS = (
         "web",
         "Serve a page on this machine that plans, converts and publishes.",
         "[--root DIR] [--port N]",
-        (WebPage, JsonOutput),
+        (options.WebPage, "json"),
         examples=("", "--root /data/models --port 8000"),
     ),
-    _Verb(
-        "env",
-        "Show the versions and hardware that a bug report needs.",
-        "[--json]",
-        (JsonOutput,),
-    ),
-    _Verb(
-        "completion",
-        "Let a shell complete these commands.",
-        "install | SHELL",
-        (DryRun, JsonOutput),
-    ),
+    _Verb("env", "Show the versions and hardware that a bug report needs.", "[--json]", ("json",)),
+    _Verb("completion", "Let a shell complete these commands.", "install | SHELL", ("dry_run", "json")),
 )
 
 

@@ -12,42 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import options
 from ..errors import OpenQuantError, UsageError
 from ..machine import reached_limit, require_room
-from ..options import (
-    Calibrate,
-    CalibrationTexts,
-    Check,
-    Command,
-    CompareSchemes,
-    Diagnose,
-    Evaluate,
-    Explain,
-    FitOptions,
-    ModelSource,
-    Push,
-    Recipe,
-    Run,
-    Search,
-    Texts,
-    WebPage,
-    files_read,
-    flags_of,
-    options_of,
-    values_for,
-)
+from . import console
 from .arguments import SHELLS, Parser, compress_parser, verb_parser
-from .console import (
-    Interrupts,
-    Terminal,
-    columns,
-    fail,
-    mend_streams,
-    print_json,
-    require_printed,
-    say,
-    say_lines,
-)
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -72,9 +41,9 @@ class Call:
         interrupts: is checked between pieces of work.
     """
 
-    def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: Interrupts) -> None:
+    def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: console.Interrupts) -> None:
         self.given = given
-        self.command = Command(**values_for(Command, given))
+        self.command = options.Command(**options.values_for(options.Command, given))
         self.ranks = ranks
         self.interrupts = interrupts
 
@@ -83,11 +52,11 @@ class Call:
             # torch's store logs pages about a lost connection; our message is one line.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             if not self.command.quiet:
-                ranks.say = partial(say, stream=sys.stderr)
+                ranks.say = partial(console.say, stream=sys.stderr)
 
     def values(self, *kinds: type) -> dict[str, Any]:
         """Return the given values of the options of some classes, by name."""
-        return {name: value for kind in kinds for name, value in values_for(kind, self.given).items()}
+        return {name: value for kind in kinds for name, value in options.values_for(kind, self.given).items()}
 
     def show(self, to_json: Callable[[], dict[str, Any]], text: Callable[[int], str]) -> int:
         """Print the result: with --json an object, else the text for lines of so many characters.
@@ -97,9 +66,9 @@ class Call:
         """
         self.interrupts.check()
         if self.command.json:
-            print_json(to_json(), self.interrupts)
+            console.print_json(to_json(), self.interrupts)
         else:
-            require_printed(say(text(columns()), sys.stdout))
+            console.require_printed(console.say(text(console.columns()), sys.stdout))
         return 0
 
     def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:
@@ -118,7 +87,7 @@ class Call:
         """Say which files were written, after the result; with --json or --quiet nothing is said."""
         lines = [f"wrote {getattr(file, 'path', file)}" for file in files if file is not None]
         if lines and not self.command.json and not self.command.quiet:
-            require_printed(say_lines(lines, sys.stdout))
+            console.require_printed(console.say_lines(lines, sys.stdout))
 
 
 def compress_main(arguments: Sequence[str] | None = None) -> int:
@@ -159,12 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parser: Parser, words: Sequence[str]) -> int:
     as_json = "--json" in words
-    mend_streams()
+    console.mend_streams()
     try:
         given = vars(parser.parse_args(words))
     except OpenQuantError as error:
         if _find_ranks()[0].speaks:
-            fail(error.message, error.hint, as_json)
+            console.fail(error.message, error.hint, as_json)
         return EXIT_USER
     ranks, mistake = _find_ranks(given["verb"] in SHARED)
     if given.get("max_memory") is not None:
@@ -184,10 +153,10 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             if not isinstance(cause, OpenQuantError):
                 raise
             if ranks.speaks:
-                fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
+                console.fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
             return EXIT_USER
 
-    with Interrupts() as interrupts:
+    with console.Interrupts() as interrupts:
         try:
             code = run_verb()
             interrupts.check()
@@ -198,7 +167,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
                     continues = given["verb"] not in _FROM_THE_BEGINNING or given.get("search")
                     effect = " to continue" if continues else ": it starts from the beginning"
                     hint = f"run the same command again{effect}"
-                    fail("interrupted", hint, as_json and not interrupts.result_printed)
+                    console.fail("interrupted", hint, as_json and not interrupts.result_printed)
             finally:
                 # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
                 os._exit(EXIT_INTERRUPTED)
@@ -235,7 +204,7 @@ def _page(call: Call) -> Destination | None:
     from ..report.html import PAGE, require_tools
 
     require_tools("--report")
-    taken = taken_by([model_folder(call.given["model"])], files_read(call.given))
+    taken = taken_by([model_folder(call.given["model"])], options.files_read(call.given))
     page = Destination(Path(name), "--report", PAGE, taken)
     page.require()
     return page
@@ -255,20 +224,20 @@ def _scheme(call: Call) -> dict[str, str]:
     return {"scheme": "block"}
 
 
-def _find_push(call: Call) -> Push | None:
+def _find_push(call: Call) -> options.Push | None:
     """Return the options of publishing; None without --push-to-hub.
 
     Raises:
         UsageError: an option needs --push-to-hub, or two options exclude each other.
     """
-    values = call.values(Push)
+    values = call.values(options.Push)
     if "name" not in values:
         for name in values:
-            flag = flags_of(name, options_of(Push)[name])[0]
+            flag = options.flags_of(name, options.options_of(options.Push)[name])[0]
             raise UsageError(f"{flag} goes with --push-to-hub", "say where to push")
         return None
 
-    push = Push(**values)
+    push = options.Push(**values)
     if push.create_pr and push.replace_weights:
         raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
     return push
@@ -287,33 +256,33 @@ def _push(call: Call) -> int:
     call.interrupts.check()
     notes = [f"note: {note}" for note in push_notes(directory)]
     if notes:
-        say_lines(notes, sys.stderr)
+        console.say_lines(notes, sys.stderr)
     return call.show_lines({"output": directory, "pushed_to": address}, [f"pushed to {address}"])
 
 
 def _recipe(call: Call) -> dict[str, Any]:
     """Return the options of the output: those of --recipe, replaced by those that are given."""
-    options = {**call.values(Recipe), **_scheme(call), **call.values(CalibrationTexts)}
+    chosen = {**call.values(options.Recipe), **_scheme(call), **call.values(options.CalibrationTexts)}
     file = call.given.get("recipe")
     if file is None:
-        return options
+        return chosen
 
     from ..recipes import read_recipe
 
     from_recipe = read_recipe(Path(file))
     for names in (("calibration", "calibrate"), ("text", "dataset")):
         # Of two options that exclude each other, a given one replaces the recipe's.
-        if any(name in options for name in names):
+        if any(name in chosen for name in names):
             from_recipe = {name: value for name, value in from_recipe.items() if name not in names}
-    return {**from_recipe, **options}
+    return {**from_recipe, **chosen}
 
 
 def _compress(call: Call) -> int:
-    options = {**_recipe(call), **call.values(FitOptions)}
+    chosen = {**_recipe(call), **call.values(options.FitOptions)}
 
     from ..api import compress
 
-    return _convert(call, partial(compress, **options))
+    return _convert(call, partial(compress, **chosen))
 
 
 def _dequantize(call: Call) -> int:
@@ -328,11 +297,11 @@ def _convert(call: Call, work: Callable[..., Result]) -> int:
     if command.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
-    with closing(Terminal(call.interrupts, command, call.ranks.first)) as reporter:
-        result = work(**call.values(Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
-    require_printed(reporter.failure)
+    with closing(console.Terminal(call.interrupts, command, call.ranks.first)) as reporter:
+        result = work(**call.values(options.Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
+    console.require_printed(reporter.failure)
     if command.json and call.ranks.first:
-        print_json(result.to_json(), call.interrupts)
+        console.print_json(result.to_json(), call.interrupts)
     return 0
 
 
@@ -340,18 +309,18 @@ def _diagnose(call: Call) -> int:
     from ..api import diagnose
     from ..report.text import diagnosis_text
 
-    with closing(Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
-        diagnosis = diagnose(**call.values(Diagnose), reporter=reporter)
+    with closing(console.Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
+        diagnosis = diagnose(**call.values(options.Diagnose), reporter=reporter)
     return call.show(diagnosis.to_json, partial(diagnosis_text, diagnosis, call.command.verbose))
 
 
 def _explain(call: Call) -> int:
-    options = {**_recipe(call), **call.values(ModelSource, Explain)}
+    chosen = {**_recipe(call), **call.values(options.ModelSource, options.Explain)}
 
     from ..api import explain
     from ..report.text import explanation_text
 
-    explanation = explain(**options)
+    explanation = explain(**chosen)
     return call.show(explanation.to_json, partial(explanation_text, explanation))
 
 
@@ -359,16 +328,17 @@ def _fit(call: Call) -> int:
     if call.given.get("search"):
         return _search(call)
 
-    for name, option in options_of(Search).items():
-        if name in call.given and name not in options_of(CompareSchemes):
-            raise UsageError(f"{flags_of(name, option)[-1]} is for --search", "give --search too, or leave it out")
+    for name, option in options.options_of(options.Search).items():
+        if name in call.given and name not in options.options_of(options.CompareSchemes):
+            flag = options.flags_of(name, option)[-1]
+            raise UsageError(f"{flag} is for --search", "give --search too, or leave it out")
     if call.command.report is not None:
         raise UsageError("--report is for --search", "give --search too, or leave it out")
 
     from ..fit.table import fit_table
     from ..report.fit import fit_text
 
-    found = fit_table(**call.values(CompareSchemes))
+    found = fit_table(**call.values(options.CompareSchemes))
     return call.show(found.to_json, partial(fit_text, found))
 
 
@@ -378,9 +348,9 @@ def _search(call: Call) -> int:
 
     command = call.command
     page = _page(call)
-    with closing(Terminal(call.interrupts, command)) as reporter:
-        found = search_mixtures(**call.values(Search), reporter=reporter)
-    require_printed(reporter.failure)
+    with closing(console.Terminal(call.interrupts, command)) as reporter:
+        found = search_mixtures(**call.values(options.Search), reporter=reporter)
+    console.require_printed(reporter.failure)
 
     if page is not None:
         from ..report.html import render_page, searched_page
@@ -396,14 +366,14 @@ def _calibrate(call: Call) -> int:
     from ..calibration.run import calibrate, preview_calibration
 
     ranks = call.ranks
-    options = call.values(Calibrate)
-    texts = call.values(CalibrationTexts)
+    chosen = call.values(options.Calibrate)
+    texts = call.values(options.CalibrationTexts)
     if call.command.dry_run:
-        preview = preview_calibration(Calibrate(**options), CalibrationTexts(**texts))
+        preview = preview_calibration(options.Calibrate(**chosen), options.CalibrationTexts(**texts))
         return call.show_preview(preview) if ranks.first else 0
 
-    with closing(Terminal(call.interrupts, call.command, ranks.first)) as reporter:
-        written = calibrate(**options, **texts, ranks=ranks, reporter=reporter)
+    with closing(console.Terminal(call.interrupts, call.command, ranks.first)) as reporter:
+        written = calibrate(**chosen, **texts, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
     return call.show_lines({"calibration": str(written)}, [f"wrote {written}"])
@@ -413,28 +383,28 @@ def _eval(call: Call) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
     from ..result import Place
 
-    options = Evaluate(**call.values(Evaluate))
-    page, figure = _find_page_and_figure(call, options)
+    chosen = options.Evaluate(**call.values(options.Evaluate))
+    page, figure = _find_page_and_figure(call, chosen)
     if call.command.dry_run:
-        preview = preview_evaluation(options, Texts(**call.values(Texts)))
+        preview = preview_evaluation(chosen, options.Texts(**call.values(options.Texts)))
         files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
         return call.show_preview(replace(preview, writes=preview.writes + files)) if call.ranks.first else 0
 
     with closing(_Figures(call)) as reporter:
-        evaluation = evaluate(**call.values(Evaluate, Texts), ranks=call.ranks, reporter=reporter)
+        evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if reporter.unprinted is not None:
         raise reporter.unprinted
 
     if call.ranks.first and (page is not None or figure is not None):
         from ..report.html import write_evaluated
 
-        write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
+        write_evaluated(evaluation.outputs, (chosen.source, *chosen.outputs), page, figure)
     if call.ranks.first:
         call.say_written(*evaluation.written, page, figure)
-    return _judge(call, evaluation, options.fail_above)
+    return _judge(call, evaluation, chosen.fail_above)
 
 
-class _Figures(Terminal):
+class _Figures(console.Terminal):
     """Prints the figures of eval before its files are written, so that hours of work are seen even if a disk is full.
 
     Attributes:
@@ -454,7 +424,7 @@ class _Figures(Terminal):
         figures = evaluation.to_json()
         try:
             if self.call.command.json:
-                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
+                console.say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
             self.call.show(lambda: figures, partial(evaluation_text, figures, evaluation.notes))
         except OpenQuantError as error:
             self.unprinted = error
@@ -471,11 +441,13 @@ def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     for output in above:
         mean = round_figure(output["kl"]["mean"], lambda kl: kl > limit)
         if call.ranks.first:
-            say_lines([f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr)
+            console.say_lines(
+                [f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr
+            )
     return EXIT_PROBLEMS if above else 0
 
 
-def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | None, Destination | None]:
+def _find_page_and_figure(call: Call, chosen: options.Evaluate) -> tuple[Destination | None, Destination | None]:
     """Return the page and the figure of eval after checking that they can be written; None if not asked for.
 
     Raises:
@@ -490,10 +462,10 @@ def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | 
     from ..files.destination import Destination, require_all
     from ..report.html import PAGE, PICTURE, require_tools
 
-    taken = taken_by_evaluation(options, Texts(**call.values(Texts)))
-    beside = local_output(options)
+    taken = taken_by_evaluation(chosen, options.Texts(**call.values(options.Texts)))
+    beside = local_output(chosen)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
-    names = zip(kinds, (options.out, command.report, command.figure), strict=True)
+    names = zip(kinds, (chosen.out, command.report, command.figure), strict=True)
     destinations = {
         option: Destination(Path(name), option, kinds[option], taken, beside)
         for option, name in names
@@ -510,8 +482,8 @@ def _verify(call: Call) -> int:
     from ..report.text import verification_text
     from ..verification.verify import verify
 
-    with closing(Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
-        report = verify(**call.values(Check), reporter=reporter)
+    with closing(console.Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
+        report = verify(**call.values(options.Check), reporter=reporter)
 
     if report.quantized and not report.problems and not call.given.get("full"):
         option = "--full"
@@ -526,16 +498,16 @@ def _web(call: Call) -> int:
     from ..web.server import find_roots, require_gradio, serve_page
 
     require_gradio()
-    options = WebPage(**call.values(WebPage))
-    if not 0 <= options.port < 1 << 16:
-        raise UsageError(f"{options.port} is no port", "give --port from 0 to 65,535")
-    roots = find_roots(tuple(options.root))
+    chosen = options.WebPage(**call.values(options.WebPage))
+    if not 0 <= chosen.port < 1 << 16:
+        raise UsageError(f"{chosen.port} is no port", "give --port from 0 to 65,535")
+    roots = find_roots(tuple(chosen.root))
 
     def ready(address: str) -> None:
         lines = [f"open {address}", *(f"it may read and write {path}" for path in roots.paths), "Ctrl-C ends it"]
         call.show_lines({"address": address, "roots": list(map(str, roots.paths))}, lines)
 
-    serve_page(roots, options.port, ready)
+    serve_page(roots, chosen.port, ready)
     return 0
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -330,6 +331,7 @@ def _draws(stream: TextIO) -> bool:
     return stream.isatty() and not any(map(os.environ.get, _NO_BAR)) and os.environ.get("TERM", "").lower() != "dumb"
 
 
+@dataclass(eq=False)
 class Progress:
     """Progress on stderr: a bar on a terminal (see `_draws`), elsewhere a line now and then ("42 % converted").
 
@@ -348,40 +350,34 @@ class Progress:
     SECONDS_BETWEEN_LINES = 10.0
     SECONDS_BETWEEN_OBJECTS = 1.0
 
-    def __init__(
-        self,
-        total: int,
-        done: int,
-        doing: str = "compressing",
-        did: str = "converted",
-        lines: bool = False,
-        unit: str = "bytes",
-    ) -> None:
-        self.total = total
-        self.did = did
-        self.done = done
-        self.before = done
+    total: int
+    done: int
+    doing: str = "compressing"
+    did: str = "converted"
+    lines: bool = False
+    unit: str = "bytes"
+
+    def __post_init__(self) -> None:
+        self.before = self.done
         self.stream = sys.stderr
         self.bar: Any = None
-        self.doing = doing
-        self.lines = lines
-        self.unit = unit
         # Whether the time that is left was said: of passes, which take long, as soon as it can be estimated.
-        self.said = lines or unit == "bytes"
+        self.said = self.lines or self.unit == "bytes"
         self.start = time.monotonic()
-        self.between = self.SECONDS_BETWEEN_OBJECTS if lines else self.SECONDS_BETWEEN_LINES
+        self.between = self.SECONDS_BETWEEN_OBJECTS if self.lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.start + self.between
-        if lines:
+        if self.lines:
             self._object()
         elif _draws(self.stream):
             from tqdm import tqdm
 
-            settings: dict[str, Any] = {"unit": f" {unit}"}
-            if unit == "bytes":
+            settings: dict[str, Any] = {"unit": f" {self.unit}"}
+            if self.unit == "bytes":
                 settings = {"unit": "B", "unit_scale": True}
-            self.bar = tqdm(total=total, initial=done, desc=doing, file=self.stream, leave=False, **settings)
-        elif done:
-            say(f"continuing: {100 * done / total:.0f} % is already {did}", self.stream)
+            settings |= {"total": self.total, "initial": self.done, "desc": self.doing}
+            self.bar = tqdm(file=self.stream, leave=False, **settings)
+        elif self.done:
+            say(f"continuing: {100 * self.done / self.total:.0f} % is already {self.did}", self.stream)
 
     def advance(self, count: int) -> None:
         """Add to the units that are done, and draw or print now and then."""

@@ -26,15 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, UsageError
 from ..files.output import OutputDirectory
-from ..files.shardfile import (
-    ALIGNMENT,
-    DTYPE_BITS,
-    AlignedBuffer,
-    Bytes,
-    ShardFile,
-    SourceFile,
-    TensorInfo,
-)
+from ..files.shardfile import ALIGNMENT, DTYPE_BITS, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
 from ..formats import kernels
 from ..formats.format import INPUT_SCALE, Format, Group, grid_of
 from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values

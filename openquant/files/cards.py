@@ -133,31 +133,18 @@ def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
     facts = None if journal is None else facts_in(journal)
     if facts is not None:
         return facts
-    card = card_of(checkpoint)
-    return WeightFacts(gptq=is_rounded_by_gptq(card), smoothed=is_smoothed(card))
+    return card_facts(card_of(checkpoint))
 
 
-def is_smoothed(card: str) -> bool:
-    """Return whether a model card says that openquant smoothed weights (SmoothQuant, AWQ); False if others wrote it.
-
-    Args:
-        card: the text of README.md.
-    """
-    return _has_row(card, "| folded |")
-
-
-def is_rounded_by_gptq(card: str) -> bool:
-    """Return whether a model card says that openquant rounded the weights with GPTQ; False if others wrote it.
+def card_facts(card: str) -> WeightFacts:
+    """Return what a model card of openquant says of the weights; nothing if others wrote it.
 
     Args:
         card: the text of README.md.
     """
-    return _has_row(card, f"| rounded by | {ROUNDED_BY_GPTQ}, ")
-
-
-def _has_row(card: str, start: str) -> bool:
-    """Return whether the part of a card that openquant wrote has a table row that starts with a text."""
-    return any(line.startswith(start) for line in _own_part(card).splitlines())
+    lines = _own_part(card).splitlines()
+    gptq = any(line.startswith(f"| rounded by | {ROUNDED_BY_GPTQ}, ") for line in lines)
+    return WeightFacts(gptq=gptq, smoothed=any(line.startswith("| folded |") for line in lines))
 
 
 def _own_part(card: str) -> str:

@@ -24,23 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .model_files import (
-    CARD_FILE,
-    INDEX_FILE,
-    JOURNAL_FILE,
-    MAX_INDEX,
-    MAX_POINTER,
-    MAX_SMALL,
-    SINGLE_FILE,
-    belonging,
-    file_sha256,
-    left_out_part,
-    open_regular,
-    parse_json,
-    read_small,
-    refuse_pointer,
-    short_repr,
-)
+from . import model_files
 from .shardfile import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
@@ -86,6 +70,10 @@ class Checkpoint:
     quant_states: dict[str, bytes] = field(default_factory=dict)
     unindexed: tuple[str, ...] = ()
     beside: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def place(self, name: str) -> str:
+        """Return a tensor for a message: "model.safetensors: lm_head.weight"."""
+        return f"{self.where[name].shard}: {name}"
 
     def with_cost(self, name: str) -> str:
         """Return the name of a file with what is in it: "mtp.safetensors (12 tensors, 34,100,224 bytes)"."""
@@ -173,7 +161,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
 
     if weight_map is not None:
         added = {name: shard for name, (shard, _) in found.where.items() if shard in unindexed}
-        _check_index(root / INDEX_FILE, weight_map | added, found.where)
+        _check_index(root / model_files.INDEX_FILE, weight_map | added, found.where)
     if not found.tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
 
@@ -244,7 +232,7 @@ def _read_shards(
 
         if remote and not path.exists():
             raise SourceError(
-                f"{name} is named by {INDEX_FILE} and missing from the repository",
+                f"{name} is named by {model_files.INDEX_FILE} and missing from the repository",
                 "choose another --revision, or tell the repository's owner",
             )
         yield name, *_open_shard(path, name)
@@ -257,7 +245,7 @@ def _read_quant_states(root: Path, remote: Mapping[str, RemoteFile], found: _Sha
         shard, offset = found.where[info.name]
         if shard in remote:
             return remote[shard].read(offset, info.nbytes)
-        with open_regular(root / shard, shard) as file:
+        with model_files.open_regular(root / shard, shard) as file:
             file.seek(offset)
             return file.read(info.nbytes)
 
@@ -294,7 +282,7 @@ def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInf
 def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo, int]]]:
     """Return the size in bytes, and what `read_header` returns."""
     try:
-        with open_regular(path, str(path)) as file:
+        with model_files.open_regular(path, str(path)) as file:
             size = os.fstat(file.fileno()).st_size
 
             def read(offset: int, length: int) -> bytes:
@@ -320,15 +308,15 @@ def read_json(path: Path, what: str) -> Any:
     Raises:
         SourceError: it is missing, cannot be read, is not a regular file, too large, or not JSON.
     """
-    largest = MAX_SMALL
-    if what == INDEX_FILE:
-        largest = MAX_INDEX
+    largest = model_files.MAX_SMALL
+    if what == model_files.INDEX_FILE:
+        largest = model_files.MAX_INDEX
     with readable():
         try:
-            data = read_small(path, str(path), largest)
+            data = model_files.read_small(path, str(path), largest)
         except FileNotFoundError:
             raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
-    return parse_json(data, str(path))
+    return model_files.parse_json(data, str(path))
 
 
 def read_config(root: Path) -> dict[str, Any]:
@@ -345,9 +333,9 @@ def read_config(root: Path) -> dict[str, Any]:
     """
     if not (root / "config.json").exists():
         refuse_other_weights(root, _names(root))
-        if (root / JOURNAL_FILE).exists():
+        if (root / model_files.JOURNAL_FILE).exists():
             raise SourceError(
-                f"{root} is unfinished or damaged: it has a {JOURNAL_FILE} and no config.json",
+                f"{root} is unfinished or damaged: it has a {model_files.JOURNAL_FILE} and no config.json",
                 "run the command that makes it again: it continues; or remove the directory",
             )
         if (root / "params.json").exists():
@@ -379,24 +367,24 @@ def _is_class(name: object) -> bool:
 
 def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
     """Return shard names in order, and the index's weight_map from tensor to shard; None without an index."""
-    if (root / INDEX_FILE).exists():
-        weight_map = _read_weight_map(root / INDEX_FILE)
+    if (root / model_files.INDEX_FILE).exists():
+        weight_map = _read_weight_map(root / model_files.INDEX_FILE)
         return sorted(set(weight_map.values())), weight_map
 
-    if (root / SINGLE_FILE).exists() or SINGLE_FILE in remote:
+    if (root / model_files.SINGLE_FILE).exists() or model_files.SINGLE_FILE in remote:
         if others := sorted(fnmatch.filter({*_names(root), *remote}, "model-*-of-*.safetensors")):
             raise SourceError(
-                f"{root} holds two models: {SINGLE_FILE}, and {others[0]} without an index",
-                f"remove the older one, or copy the {INDEX_FILE} of the other",
+                f"{root} holds two models: {model_files.SINGLE_FILE}, and {others[0]} without an index",
+                f"remove the older one, or copy the {model_files.INDEX_FILE} of the other",
             )
-        return [SINGLE_FILE], None
+        return [model_files.SINGLE_FILE], None
 
     refuse_without_weights(root, _names(root))
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     """Return an index's weight_map from tensor to shard."""
-    index = read_json(path, INDEX_FILE)
+    index = read_json(path, model_files.INDEX_FILE)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         weight_map = {}
@@ -407,7 +395,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for shard, tensor in first_tensors.items():
         if not _is_plain(shard):
             raise SourceError(
-                f"{path} places {_show_name(tensor)} in {short_repr(shard)}, which is not a plain file name",
+                f"{path} places {_show_name(tensor)} in {model_files.short_repr(shard)}, "
+                "which is not a plain file name",
                 "shards must lie in the checkpoint's own directory",
             )
         if not shard.endswith(".safetensors"):
@@ -441,7 +430,7 @@ def _show_name(tensor: str) -> str:
     """Return a tensor's name for a message: quoted and shortened if it is not a possible name."""
     if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor):
         return tensor
-    return short_repr(tensor)
+    return model_files.short_repr(tensor)
 
 
 def _names(root: Path) -> list[str]:
@@ -458,7 +447,7 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
     Raises:
         SourceError: it has an adapter, or pickled or GGUF weights, and neither model.safetensors nor its index.
     """
-    if INDEX_FILE in names or SINGLE_FILE in names:
+    if model_files.INDEX_FILE in names or model_files.SINGLE_FILE in names:
         return
 
     if "adapter_config.json" in names:
@@ -494,8 +483,8 @@ def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoRetur
     refuse_other_weights(place, names)
     for name in sorted(fnmatch.filter(names, "*.safetensors")):
         raise SourceError(
-            f"{place} holds {name} but neither {SINGLE_FILE} nor {INDEX_FILE}",
-            "copy the index too, or rename a single file to " + SINGLE_FILE,
+            f"{place} holds {name} but neither {model_files.SINGLE_FILE} nor {model_files.INDEX_FILE}",
+            "copy the index too, or rename a single file to " + model_files.SINGLE_FILE,
         )
     raise SourceError(f"{place} is not a checkpoint: it holds no safetensors weights", "check the path")
 
@@ -524,17 +513,17 @@ def _list_files(
 
     def read(name: str) -> bytes:
         path = root / name
-        if not path.is_file() or path.stat().st_size > MAX_SMALL:
+        if not path.is_file() or path.stat().st_size > model_files.MAX_SMALL:
             return b""
-        return read_small(path, str(path))
+        return model_files.read_small(path, str(path))
 
     files: dict[str, int] = {}
-    for relative in sorted(belonging(names, read, copy)):
+    for relative in sorted(model_files.belonging(names, read, copy)):
         size = elsewhere[relative] if relative in elsewhere else _size(root, relative)
         # The card is read into memory.
-        if size is not None and (relative != CARD_FILE or size <= MAX_SMALL):
+        if size is not None and (relative != model_files.CARD_FILE or size <= model_files.MAX_SMALL):
             files[relative] = size
-    return files, _left_out((names - files.keys() - {INDEX_FILE}) | closed, files)
+    return files, _left_out((names - files.keys() - {model_files.INDEX_FILE}) | closed, files)
 
 
 def _walk(root: Path) -> tuple[set[str], set[str]]:
@@ -551,7 +540,7 @@ def _walk(root: Path) -> tuple[set[str], set[str]]:
         for directory in sorted(directories):
             relative = f"{(base / directory).as_posix()}/"
             # A linked directory could lead anywhere, back to the root included.
-            if left_out_part(relative) is not None or (root / relative).is_symlink():
+            if model_files.left_out_part(relative) is not None or (root / relative).is_symlink():
                 directories.remove(directory)
                 closed.add(relative)
     return here, closed
@@ -568,9 +557,9 @@ def _size(root: Path, relative: str) -> int | None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     size = path.stat().st_size
     # Pictures of a card are often left as pointers, and no engine reads them.
-    if size <= MAX_POINTER and not relative.lower().endswith(_PICTURES):
-        with open_regular(path, str(path)) as file:
-            refuse_pointer(file.read(MAX_POINTER), str(path))
+    if size <= model_files.MAX_POINTER and not relative.lower().endswith(_PICTURES):
+        with model_files.open_regular(path, str(path)) as file:
+            model_files.refuse_pointer(file.read(model_files.MAX_POINTER), str(path))
     return size
 
 
@@ -715,7 +704,7 @@ class Fingerprint:
 
 def _hash(path: Path) -> str:
     with readable():
-        return file_sha256(path, str(path))
+        return model_files.file_sha256(path, str(path))
 
 
 def _hash_remote(file: RemoteFile) -> str:

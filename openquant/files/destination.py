@@ -271,20 +271,6 @@ class DiskSpace:
     notes: tuple[str, ...] = ()
 
 
-class Shortage(NamedTuple):
-    """A file system with too little room.
-
-    Attributes:
-        path: the directory on it.
-        needed: bytes that are needed there.
-        free: bytes that are free.
-    """
-
-    path: Path
-    needed: int
-    free: int
-
-
 def existing_parent(path: Path) -> Path:
     """Return a directory itself if it exists, else its nearest parent that does, as an absolute path without links.
 
@@ -314,7 +300,7 @@ def require_space(needs: Needs, freed: int = 0) -> None:
         )
 
 
-def find_shortages(needs: Needs, freed: int = 0) -> list[Shortage]:
+def find_shortages(needs: Needs, freed: int = 0) -> list[tuple[Path, int, int]]:
     """Return the file systems that have too little room.
 
     Args:
@@ -341,7 +327,7 @@ def find_shortages(needs: Needs, freed: int = 0) -> list[Shortage]:
             free = shutil.disk_usage(existing_parent(path)).free + freed
 
         if needed > free:
-            shortages.append(Shortage(path, needed, free))
+            shortages.append((path, needed, free))
     return shortages
 
 

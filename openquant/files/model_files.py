@@ -399,8 +399,7 @@ def parse_json(data: bytes, what: str) -> Any:
     """
     if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise SourceError(
-            f"{what} begins with a byte-order mark, which engines do not read",
-            "save it again as UTF-8 without a mark",
+            f"{what} begins with a byte-order mark, which engines do not read", "save it again as UTF-8 without a mark"
         )
 
     if data.count(b",") > MAX_VALUES:

@@ -28,23 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError
-from .destination import (
-    ELSEWHERE,
-    FORMAT,
-    LOCK,
-    PUSHED,
-    SOURCE,
-    WORK,
-    Provenance,
-    WeightFacts,
-    existing_parent,
-    is_work,
-    list_output,
-    output_errors,
-    read_journal,
-    require_space,
-    short_name,
-)
+from . import destination
 from .model_files import EVALUATION_FILES, open_regular
 from .model_files import JOURNAL_FILE as JOURNAL
 
@@ -72,8 +56,8 @@ class OutputContents:
     digest: str
     shards: Mapping[str, int]
     others: Mapping[str, int]
-    provenance: Provenance = field(default_factory=Provenance)
-    facts: WeightFacts = field(default_factory=WeightFacts)
+    provenance: destination.Provenance = field(default_factory=destination.Provenance)
+    facts: destination.WeightFacts = field(default_factory=destination.WeightFacts)
     at_once: int | None = None
     scratch: int = 0
 
@@ -103,7 +87,7 @@ class OutputContents:
             done: whether all files are written.
         """
         record: dict[str, object] = {
-            "format": FORMAT,
+            "format": destination.FORMAT,
             "digest": self.digest,
             "done": done,
             "files": sorted(self.files),
@@ -131,7 +115,7 @@ class OutputDirectory:
 
     def partial(self, name: str) -> Path:
         """Return the path under which this process writes a file until it is finished."""
-        return self.path / WORK / f"{short_name(name)}.{self._process}.partial"
+        return self.path / destination.WORK / f"{destination.short_name(name)}.{self._process}.partial"
 
     def make_scratch(self, rank: int) -> Path:
         """Make a directory for source shards that a rank downloads, converts and removes. Returns its path.
@@ -139,8 +123,8 @@ class OutputDirectory:
         Raises:
             OutputError: it cannot be made.
         """
-        path = self.path / WORK / f"{SOURCE}{rank}"
-        with output_errors(path):
+        path = self.path / destination.WORK / f"{destination.SOURCE}{rank}"
+        with destination.output_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -151,7 +135,7 @@ class OutputDirectory:
             OutputError: the file cannot be renamed.
         """
         target = self.path / name
-        with output_errors(target):
+        with destination.output_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(self.partial(name), target)
 
@@ -165,7 +149,7 @@ class OutputDirectory:
     @contextmanager
     def _writing(self, name: str) -> Iterator[BinaryIO]:
         """Open a file for writing; it gets its final name when the `with` block ends and its bytes are on disk."""
-        with output_errors(self.path / name), self.partial(name).open("wb") as file:
+        with destination.output_errors(self.path / name), self.partial(name).open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -273,19 +257,19 @@ class Claim:
         if not self._created and self._is_complete(*self._inspect()):
             return
 
-        with output_errors(path):
-            (path / WORK).mkdir(parents=True, exist_ok=True)
+        with destination.output_errors(path):
+            (path / destination.WORK).mkdir(parents=True, exist_ok=True)
         self._take_lock()
 
         # Another run may have finished or begun between the first look and the lock.
         journal, found = self._inspect()
         if self._is_complete(journal, found):
             return
-        with output_errors(path / WORK, "removed"):
+        with destination.output_errors(path / destination.WORK, "removed"):
             _sweep(path)
 
         needed, freed = self._count_needed(journal, found)
-        require_space([(path, needed)], freed)
+        destination.require_space([(path, needed)], freed)
         if journal and self._overwrite:
             _discard(path, journal, found)
             self._elsewhere = frozenset()
@@ -321,15 +305,15 @@ class Claim:
 
     def finish(self) -> None:
         """Record in the journal that all files are written, and remove downloaded source shards."""
-        with output_errors(self._path / WORK, "removed"):
-            for scratch in (self._path / WORK).glob(f"{SOURCE}*"):
+        with destination.output_errors(self._path / destination.WORK, "removed"):
+            for scratch in (self._path / destination.WORK).glob(f"{destination.SOURCE}*"):
                 shutil.rmtree(scratch)
         self._write_journal(done=True)
 
     def discard(self, outdated: Iterable[str]) -> None:
         """Remove shards that were made from an earlier source, and record the source of those that take their place."""
         for name in ("config.json", *outdated):
-            with output_errors(self._path / name, "removed"):
+            with destination.output_errors(self._path / name, "removed"):
                 (self._path / name).unlink(missing_ok=True)
         self._write_journal(done=False)
 
@@ -366,7 +350,7 @@ class Claim:
 
         self.resumed = True
         # Clean up after a run that was killed at its very end, unless the directory is read-only.
-        if self._lock is None and WORK in found:
+        if self._lock is None and destination.WORK in found:
             with suppress(OutputError):
                 self._take_lock()
                 self._unlock()
@@ -382,9 +366,9 @@ class Claim:
             OutputError: files of somebody else, or links, lie there.
         """
         path = self._path
-        found = list_output(path)
+        found = destination.list_output(path)
         found.pop(JOURNAL, None)
-        journal = read_journal(path)
+        journal = destination.read_journal(path)
         if journal is None:
             files = [name for name, status in found.items() if not stat.S_ISDIR(status.st_mode)]
             foreign = [name for name in files if not _is_early(name)]
@@ -404,7 +388,7 @@ class Claim:
                 continue
             # Engines load all weights that lie in a directory.
             is_weights = self._overwrite and is_file and name.endswith((".safetensors", ".index.json"))
-            if name in written or (is_weights and not is_work(name)):
+            if name in written or (is_weights and not destination.is_work(name)):
                 raise OutputError(f"{path / name} was not made by openquant and will not be overwritten", _MOVE)
         return journal, found
 
@@ -432,7 +416,9 @@ class Claim:
         # Shards that are uploaded are those of the earlier source. Their records lie in this directory.
         self._elsewhere = frozenset() if self.changed_sources else self._find_elsewhere()
 
-        present = {name for name, status in found.items() if not stat.S_ISDIR(status.st_mode) and not is_work(name)}
+        present = {
+            name for name, status in found.items() if not stat.S_ISDIR(status.st_mode) and not destination.is_work(name)
+        }
         if not present and not self._elsewhere:
             return None, found
         if self._overwrite:
@@ -461,17 +447,17 @@ class Claim:
         """
         discarded = journal["files"] if journal and self._overwrite else ()
         freed = {name: found[name].st_size for name in discarded if name in found}
-        with output_errors(self._path, "examined"):
+        with destination.output_errors(self._path, "examined"):
             missing = [name for name in self.contents.files if name in freed or not self.is_finished(name)]
 
-        scratch = f"{WORK}/{SOURCE}"
+        scratch = f"{destination.WORK}/{destination.SOURCE}"
         fetched = sum(status.st_blocks * 512 for name, status in found.items() if name.startswith(scratch))
         return self.contents.count_needed(missing, fetched), sum(freed.values())
 
     def _take_lock(self) -> None:
         """Take the lock, which one run at a time holds, until it releases it or its process ends."""
-        path = self._path / LOCK
-        with output_errors(path):
+        path = self._path / destination.LOCK
+        with destination.output_errors(path):
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -499,9 +485,9 @@ class Claim:
             return
         with suppress(OSError):
             _sweep(path)
-            (path / LOCK).unlink()
+            (path / destination.LOCK).unlink()
             # Fails if another run has just put its lock there.
-            (path / WORK).rmdir()
+            (path / destination.WORK).rmdir()
             if self._created and set(os.listdir(path)) <= {JOURNAL}:
                 (path / JOURNAL).unlink(missing_ok=True)
                 path.rmdir()
@@ -515,18 +501,18 @@ def _exists(path: Path) -> bool:
     Raises:
         OutputError: it is not a directory.
     """
-    with output_errors(path, "read"):
+    with destination.output_errors(path, "read"):
         if path.is_dir():
             return True
         if path.exists() or path.is_symlink():
-            raise OutputError(f"{path} exists and is not a directory", ELSEWHERE)
+            raise OutputError(f"{path} exists and is not a directory", destination.ELSEWHERE)
     return False
 
 
 def _require_writable(path: Path) -> None:
     """Refuse an output directory that may be missing, and where nothing can be written."""
-    with output_errors(path):
-        parent = existing_parent(path)
+    with destination.output_errors(path):
+        parent = destination.existing_parent(path)
         if not parent.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(parent, os.W_OK | os.X_OK):
@@ -535,13 +521,15 @@ def _require_writable(path: Path) -> None:
 
 def _is_early(name: str) -> bool:
     """Return whether a name may be there before the journal is: WORK, the lock, or the journal half-written."""
-    return name in (WORK, LOCK) or (name.startswith(f"{WORK}/{short_name(JOURNAL)}.") and name.endswith(".partial"))
+    return name in (destination.WORK, destination.LOCK) or (
+        name.startswith(f"{destination.WORK}/{destination.short_name(JOURNAL)}.") and name.endswith(".partial")
+    )
 
 
 def _discard(path: Path, journal: Mapping[str, Any], found: _Found) -> None:
     """Remove the output of an earlier run: config.json first, so that it is no model any more, the journal last."""
-    records = path / WORK / PUSHED
-    with output_errors(records, "removed"):
+    records = path / destination.WORK / destination.PUSHED
+    with destination.output_errors(records, "removed"):
         if records.exists():
             shutil.rmtree(records)
 
@@ -549,13 +537,13 @@ def _discard(path: Path, journal: Mapping[str, Any], found: _Found) -> None:
     for name in [*names, *EVALUATION_FILES, JOURNAL]:
         # Only what lies in the directory, whatever a journal names.
         if name in found or name == JOURNAL:
-            with output_errors(path / name, "removed"):
+            with destination.output_errors(path / name, "removed"):
                 (path / name).unlink(missing_ok=True)
 
 
 def _sweep(path: Path) -> None:
     """Remove the unfinished files of an interrupted run."""
-    for partial in (path / WORK).glob("*.partial"):
+    for partial in (path / destination.WORK).glob("*.partial"):
         partial.unlink(missing_ok=True)
 
 
@@ -571,7 +559,7 @@ def refuse_root(output: Path) -> None:
     # realpath, since Path.resolve() fails on links that lead in a circle.
     real = Path(os.path.realpath(output))
     if real == real.parent:
-        raise OutputError(f"the output {output} is the root of the file system", ELSEWHERE)
+        raise OutputError(f"the output {output} is the root of the file system", destination.ELSEWHERE)
 
 
 def refuse_overlap(source: Path, output: Path) -> None:
@@ -594,4 +582,4 @@ def refuse_overlap(source: Path, output: Path) -> None:
         where = f"holds the source {source}"
     else:
         return
-    raise OutputError(f"the output {output} {where}", ELSEWHERE)
+    raise OutputError(f"the output {output} {where}", destination.ELSEWHERE)

@@ -29,6 +29,7 @@ import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ class SourceFile:
             done += count
 
 
+@dataclass(eq=False)
 class ShardFile:
     """An output shard that is written from any thread and in any order, after `open`.
 
@@ -139,23 +141,16 @@ class ShardFile:
         on_published: called with the file name once it is final.
     """
 
-    def __init__(
-        self,
-        name: str,
-        header: bytes,
-        size: int,
-        output: OutputDirectory,
-        check: Callable[[Path], None],
-        on_published: Callable[[str], None],
-    ) -> None:
-        self.name = name
-        self.header = header
-        self.size = size
-        self.check = check
-        self.on_published = on_published
-        self.output = output
-        self.path = output.path / name
-        self._left = size - len(header)
+    name: str
+    header: bytes
+    size: int
+    output: OutputDirectory
+    check: Callable[[Path], None]
+    on_published: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.path = self.output.path / self.name
+        self._left = self.size - len(self.header)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
         self._pending_bytes = 0
@@ -314,8 +309,7 @@ class LayerStore:
             foreign = [path for path in paths if not _is_ours(path)]
             if foreign:
                 raise OutputError(
-                    f"{foreign[0]} was not made by openquant",
-                    "move it away, or choose another directory with -o",
+                    f"{foreign[0]} was not made by openquant", "move it away, or choose another directory with -o"
                 )
 
             for path in paths:

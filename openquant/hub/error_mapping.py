@@ -48,10 +48,7 @@ _ADVICE = tuple(
             r"(required|necessary|sufficient) permissions",
             WRITE_TOKEN_HINT,
         ),
-        (
-            r"metadata.{0,40}README|README.{0,40}metadata",
-            CARD_HINT,
-        ),
+        (r"metadata.{0,40}README|README.{0,40}metadata", CARD_HINT),
     )
 )
 
@@ -216,12 +213,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 def _missing(error: Exception, repo: str, revision: str | None) -> SourceError | None:
     """What to raise if the client knows that there is no such repository or revision, or no access; else None."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, HFValidationError):
         return NotFound(f"{repo} does not exist, and is no Hub repository id either", "check the path")

@@ -28,19 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
+from ..files import model_files
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
 from ..files.destination import PUSHED, WORK, output_errors
-from ..files.model_files import (
-    CARD_FILE,
-    EVAL_FILE,
-    EVALUATION_FILES,
-    INDEX_FILE,
-    SINGLE_FILE,
-    file_sha256,
-    is_adapter,
-    parse_json,
-    read_small,
-)
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
@@ -216,7 +206,7 @@ class Publisher:
         path = self.directory / name
         if path.is_file():
             with output_errors(path, "read"):
-                return file_sha256(path, name) == sha256
+                return model_files.file_sha256(path, name) == sha256
         record = self._record(name)
         return record is not None and record.sha256.hex() == sha256
 
@@ -325,7 +315,7 @@ class Publisher:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
             missing = self._missing_shards(revision)
             earlier, figures = self._earlier_evaluation(others, revision)
-            is_stale = bool(missing) or EVAL_FILE in others
+            is_stale = bool(missing) or model_files.EVAL_FILE in others
             kept = None if is_stale else figures
 
             operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision, kept)) for name in others]
@@ -356,10 +346,10 @@ class Publisher:
         if not self.shards:
             return [], None
 
-        names = [CARD_FILE, *(name for name in EVALUATION_FILES if name not in others)]
+        names = [model_files.CARD_FILE, *(name for name in model_files.EVALUATION_FILES if name not in others)]
         present = {entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)}
-        earlier = sorted(present - {CARD_FILE})
-        if not earlier or CARD_FILE not in present:
+        earlier = sorted(present - {model_files.CARD_FILE})
+        if not earlier or model_files.CARD_FILE not in present:
             return [], None
 
         # Files of these names in a repository without our figures are somebody else's.
@@ -374,8 +364,8 @@ class Publisher:
 
         def read() -> bytes:
             with tempfile.TemporaryDirectory() as folder:
-                path = hf_hub_download(self.repo, CARD_FILE, revision=revision, local_dir=folder)
-                return read_small(Path(path), CARD_FILE, MAX_CARD)
+                path = hf_hub_download(self.repo, model_files.CARD_FILE, revision=revision, local_dir=folder)
+                return model_files.read_small(Path(path), model_files.CARD_FILE, MAX_CARD)
 
         try:
             return with_retries(read).decode("utf-8", "replace")
@@ -385,11 +375,11 @@ class Publisher:
     def _content(self, name: str, revision: str | None, figures: str | None) -> str | bytes:
         """The path of a file to commit, or the contents of the model card with figures that it had before."""
         path = self.directory / name
-        if name != CARD_FILE:
+        if name != model_files.CARD_FILE:
             return str(path)
 
         with output_errors(path, "read"):
-            card = read_small(path, name)
+            card = model_files.read_small(path, name)
         try:
             text = card.decode()
         except UnicodeDecodeError:
@@ -530,7 +520,7 @@ class Publisher:
         from huggingface_hub.lfs import UploadInfo
 
         try:
-            record = parse_json(read_small(self._record_path(name), name), name)
+            record = model_files.parse_json(model_files.read_small(self._record_path(name), name), name)
             digest = bytes.fromhex(record["sha256"])
             return UploadInfo(sha256=digest, size=record["size"], sample=bytes.fromhex(record["sample"]))
         except (FileNotFoundError, SourceError, KeyError, TypeError, ValueError):
@@ -567,17 +557,23 @@ OTHER_REPOSITORY_HINT = (
 )
 
 
+def _who_am_i() -> tuple[dict[str, Any], str]:
+    """What the Hub says of the user who is logged in, and the role of the token."""
+    from huggingface_hub import HfApi
+
+    user = with_retries(HfApi().whoami)
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    return user, token.get("role", "")
+
+
 def user_name(repo: str) -> str:
     """Return the name of the user who is logged in to the Hub.
 
     Raises:
         PushError: the token is read-only; the message names the repository to push to.
     """
-    from huggingface_hub import HfApi
-
-    user = with_retries(HfApi().whoami)
-    token = (user.get("auth") or {}).get("accessToken") or {}
-    if token.get("role") == "read":
+    user, role = _who_am_i()
+    if role == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", WRITE_TOKEN_HINT)
     return str(user["name"])
 
@@ -590,11 +586,8 @@ def require_namespace(repo: str) -> None:
     Raises:
         PushError: the user is neither.
     """
-    from huggingface_hub import HfApi
-
-    user = with_retries(HfApi().whoami)
-    token = (user.get("auth") or {}).get("accessToken") or {}
-    if token.get("role") == "fineGrained":
+    user, role = _who_am_i()
+    if role == "fineGrained":
         return
 
     owner, _, name = repo.partition("/")
@@ -683,10 +676,10 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
     present = [file.rfilename for file in repository.siblings or ()]
     weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
     # With an index engines tell an adapter of the model from its weights.
-    beside_index = [name for name in present if INDEX_FILE in present and is_adapter(name)]
-    foreign = [name for name in weights if name not in {*shards, INDEX_FILE, *beside_index}]
-    if shards == [SINGLE_FILE] and INDEX_FILE in present:
-        foreign.append(INDEX_FILE)
+    beside_index = [name for name in present if model_files.INDEX_FILE in present and model_files.is_adapter(name)]
+    foreign = [name for name in weights if name not in {*shards, model_files.INDEX_FILE, *beside_index}]
+    if shards == [model_files.SINGLE_FILE] and model_files.INDEX_FILE in present:
+        foreign.append(model_files.INDEX_FILE)
     if foreign:
         raise PushError(
             f"{repository.id} already holds {foreign[0]}, which would be left beside this model's shards",

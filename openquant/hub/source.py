@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import SourceError, UsageError
+from ..files import model_files
 from ..files.checkpoint import (
     Checkpoint,
     Stamp,
@@ -39,16 +40,6 @@ from ..files.checkpoint import (
     stamps_of,
 )
 from ..files.destination import output_errors
-from ..files.model_files import (
-    EVAL_FILE,
-    INDEX_FILE,
-    JOURNAL_FILE,
-    SINGLE_FILE,
-    deciding,
-    file_sha256,
-    left_out_part,
-    read_small,
-)
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import FirstFailure, in_thread
 from ..weights.find import TOOL_CONFIG_FILES
@@ -100,7 +91,7 @@ class Source:
         """
         if self.gguf:
             return self.gguf.checkpoint
-        self.fetch_files(deciding(self.absent))
+        self.fetch_files(model_files.deciding(self.absent))
         return open_checkpoint(self.root, self.remote, self.absent, copy)
 
     @property
@@ -191,7 +182,7 @@ class Source:
         if self.revision is not None:
             return {}
         with readable():
-            return {name: file_sha256(self.root / name, name) for name in checkpoint.files}
+            return {name: model_files.file_sha256(self.root / name, name) for name in checkpoint.files}
 
     def downloaded_commit(self) -> str | None:
         """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
@@ -200,7 +191,7 @@ class Source:
         """
         record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
         try:
-            commit = read_small(record, record.name).split(b"\n", 1)[0].decode()
+            commit = model_files.read_small(record, record.name).split(b"\n", 1)[0].decode()
         except (OSError, SourceError, ValueError):
             return None
         if not _COMMIT.fullmatch(commit):
@@ -316,7 +307,7 @@ def repository_source(repo: str, revision: str | None = None) -> Source:
 
     def find() -> Source:
         with source_errors(repo, revision):
-            needed = ["config.json", INDEX_FILE, *TOOL_CONFIG_FILES]
+            needed = ["config.json", model_files.INDEX_FILE, *TOOL_CONFIG_FILES]
             root = Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
             found = Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
         if not (root / "config.json").exists() and not found.remote:
@@ -355,7 +346,7 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
     except CachedRepoTreeNotFoundError:
         sizes = {}
     missing_sizes = {name: size for name, size in sizes.items() if not is_cached(name)}
-    if all_shards and sizes and all(map(left_out_part, missing_sizes)):
+    if all_shards and sizes and all(map(model_files.left_out_part, missing_sizes)):
         return {}, missing_sizes
 
     # It has no digests, so the Hub's list is needed.
@@ -369,7 +360,7 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
         raise
 
     names = {entry.path for entry in entries}
-    if not {INDEX_FILE, SINGLE_FILE} & names and "config.json" in names:
+    if not {model_files.INDEX_FILE, model_files.SINGLE_FILE} & names and "config.json" in names:
         refuse_without_weights(repo, [name for name in names if "/" not in name])
 
     remote: dict[str, HubFile] = {}
@@ -388,9 +379,9 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
 def _indexed_shards(root: Path) -> set[str]:
     """The shards that a snapshot's index names; model.safetensors if there is no readable index."""
     try:
-        return set(read_json(root / INDEX_FILE, INDEX_FILE)["weight_map"].values())
+        return set(read_json(root / model_files.INDEX_FILE, model_files.INDEX_FILE)["weight_map"].values())
     except (OSError, SourceError, KeyError, TypeError, AttributeError):
-        return {SINGLE_FILE}
+        return {model_files.SINGLE_FILE}
 
 
 @dataclass
@@ -547,7 +538,7 @@ COPIES = 4
 # Where huggingface_hub keeps unfinished downloads and its records, in a directory that it downloads to.
 _CLIENT_FOLDER = ".cache"
 # Files that only outputs have, which are no part of a source.
-_OF_OUTPUTS = (JOURNAL_FILE, EVAL_FILE)
+_OF_OUTPUTS = (model_files.JOURNAL_FILE, model_files.EVAL_FILE)
 # A shell command that removes a directory when the process at the other end of its stdin has ended.
 _REMOVE_AT_END = 'read -r _; rm -rf -- "$1"'
 
@@ -778,7 +769,7 @@ class ShardSupply:
         path = with_retries(lambda: self._download_once(name), sleep=self._sleep)
         expected = self.source.remote[name].digest
         with output_errors(path, "read"):
-            if len(expected) == 64 and file_sha256(path, name) != expected:
+            if len(expected) == 64 and model_files.file_sha256(path, name) != expected:
                 # Otherwise the client would return the damaged file again.
                 path.resolve().unlink()
                 raise SourceError(
@@ -889,7 +880,7 @@ def find_whole(model: str, begun: Callable[[str], None] | None = None) -> Source
     """
     source = find_source(model)
     shards = list(source.remote)
-    files = [name for name in source.absent if left_out_part(name) is None or name in _OF_OUTPUTS]
+    files = [name for name in source.absent if model_files.left_out_part(name) is None or name in _OF_OUTPUTS]
 
     nbytes = source.remote_bytes([*shards, *files])
     if begun is not None and nbytes > 0:

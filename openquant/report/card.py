@@ -19,19 +19,7 @@ from urllib.parse import quote, unquote
 import yaml
 
 from ..evaluation import types
-from ..files.cards import (
-    COMMANDS,
-    CONTEXT,
-    MADE_HEADING,
-    POOLING,
-    SOURCE_HEADING,
-    serve_argument,
-    shell_word,
-    source_commit,
-    source_text,
-    split_card,
-    with_evaluation,
-)
+from ..files import cards
 from ..formats.hardware import GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
 from ..patterns import collapse
@@ -43,8 +31,18 @@ from ..plan.plan import Plan, has_fp8_cache, required_package
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import fill_template, gigabytes, list_first, markdown, optional, shorten, terminal
-from .words import task_summary, texts_origin, verdict_meaning
+from .cells import (
+    fill_template,
+    gigabytes,
+    list_first,
+    markdown,
+    optional,
+    shorten,
+    task_summary,
+    terminal,
+    texts_origin,
+    verdict_meaning,
+)
 
 # Names that are safe in a Markdown link.
 _SAFE = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -65,7 +63,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         The text of README.md, with YAML metadata.
     """
     base = base or ""
-    kept, metadata, _ = split_card(base)
+    kept, metadata, _ = cards.split_card(base)
     entries = _metadata(plan, repo, metadata)
     printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
     front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
@@ -76,9 +74,9 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         linked = None
     card = f"---\n{front}---\n\n{_own_part(plan, name, linked, revision, directory)}"
 
-    text = source_section(source_text(base), 3, linked, revision, plan.files)
+    text = source_section(cards.source_text(base), 3, linked, revision, plan.files)
     if text:
-        card += f"\n{SOURCE_HEADING}\n\n{text}\n"
+        card += f"\n{cards.SOURCE_HEADING}\n\n{text}\n"
     return card
 
 
@@ -140,7 +138,7 @@ def with_notes(card: str, notes: Sequence[str]) -> str:
         The text of the new README.md.
     """
     lines = "".join(f"{_note(note)}\n\n" for note in notes)
-    return card.replace(f"{MADE_HEADING}\n", f"{lines}{MADE_HEADING}\n", 1)
+    return card.replace(f"{cards.MADE_HEADING}\n", f"{lines}{cards.MADE_HEADING}\n", 1)
 
 
 def _note(note: str) -> str:
@@ -161,7 +159,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         The text of the new README.md.
     """
     source = evaluation["source"]["name"]
-    commit = source_commit(card, source)
+    commit = cards.source_commit(card, source)
     if commit:
         source = f"{source}@{commit}"
 
@@ -179,7 +177,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         difference_text=difference_text,
         distribution=DISTRIBUTION,
     )
-    return with_evaluation(card, figures)
+    return cards.with_evaluation(card, figures)
 
 
 def _fill(name: str, **values: Any) -> str:
@@ -187,7 +185,7 @@ def _fill(name: str, **values: Any) -> str:
     filters = {
         "markdown": markdown,
         "literal": _literal,
-        "shell_word": shell_word,
+        "shell_word": cards.shell_word,
         "size": gigabytes,
         "percent": percent,
         "interval": _interval,
@@ -335,18 +333,18 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    flags = dict.fromkeys(POOLING, "")
+    flags = dict.fromkeys(cards.POOLING, "")
     if not plan.model.has_head:
-        flags = {engine: f" {option}" for engine, option in POOLING.items()}
+        flags = {engine: f" {option}" for engine, option in cards.POOLING.items()}
     if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8":
         flags["vLLM"] += f" {FLAG}"
     context = _context(plan)
 
     lines = [f"pip install {package}" for package in _packages(plan)]
     for engine in summary.engines(plan):
-        command = f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags[engine]}"
+        command = f"{cards.COMMANDS[engine]} {cards.serve_argument(output, revision)}{flags[engine]}"
         if context is not None:
-            command += f" {CONTEXT[engine]} {context}"
+            command += f" {cards.CONTEXT[engine]} {context}"
         lines.append(command)
     return lines
 
@@ -455,7 +453,6 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         title=_title(directory),
         origin=origin,
         commit=commit,
-        settings=plan.quantization_config,
         rounded={scheme.rounds_activations for scheme in plan.decisions.schemes},
         served=_name_engines(computed),
         before=gigabytes(summary.source_bytes(plan)),
@@ -468,14 +465,10 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         transformers=_transformers(plan)[1],
         engines_that_read=engines_that_read,
         notes=[note for note in plan.source_notes if not note.startswith(NOT_CHECKED)],
-        gptq=plan.options.gptq,
-        transforms=plan.options.transforms,
-        calibration=plan.options.calibration,
         has_cache=has_fp8_cache(plan),
         unquantized_lines=unquantized_lines,
         version=__version__,
         command=_made_with(plan, repo or name, repo and revision),
-        frontier=plan.provenance.frontier,
     )
 
 
@@ -496,7 +489,7 @@ def _size_and_origin(texts: Mapping[str, Any]) -> str:
 
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     """Return the command that made an output, without paths of the machine; None if the plan has no recipe."""
-    source = serve_argument(model, revision)
+    source = cards.serve_argument(model, revision)
     if not plan.quantization_config:
         return f"openquant dequantize {source}"
     recipe = plan.provenance.recipe

@@ -36,8 +36,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from ..evaluation.types import kl_text
 from ..files.cards import evaluation_digest
 from ..version import __version__
-from .cells import gigabytes, per_cent, terminal
-from .words import recovery_text, texts_origin
+from .cells import gigabytes, per_cent, recovery_text, terminal, texts_origin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -323,10 +323,7 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         if point.fits is not None:
             rows[-1].append("yes" if point.fits else "no")
 
-    heading = [
-        f"{name}: {found.architecture}",
-        f"weights rounded to nearest, on {found.texts}",
-    ]
+    heading = [f"{name}: {found.architecture}", f"weights rounded to nearest, on {found.texts}"]
     if found.gpu:
         heading.append(_room(found))
     predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"

@@ -30,8 +30,7 @@ from ..formats.schemes import SCHEMES
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
-from .cells import fill_template, gigabytes, per_cent, read_part, short, shorten, terminal
-from .words import share_text, verdict_meaning
+from .cells import fill_template, gigabytes, per_cent, read_part, share_text, short, shorten, terminal, verdict_meaning
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -137,10 +136,6 @@ def render_page(page: PageContent) -> str:
         "commands": page.commands,
         "schemes": [SCHEMES[name] for name in schemes if name in SCHEMES],
         "charts": charts,
-        "comparison": charts.comparison,
-        "points_as_outputs": charts.points_as_outputs,
-        "recovery_of_outputs": charts.recovery_of_outputs,
-        "recovery_of_tasks": charts.recovery_of_tasks,
         "identity": evaluation_digest,
         "most_texts": MOST_TEXTS,
         "version": __version__,

@@ -32,9 +32,10 @@ from .cells import (
     short,
     shorten,
     table,
+    task_rows,
     terminal,
+    verdict_meaning,
 )
-from .words import task_rows, verdict_meaning
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
 _LONGEST_REASON = 80

@@ -1,6 +1,15 @@
 """Reads tensors of a quantized directory for `verify`: NaN in codes, bad scales, differences from the source.
 
 Threads read a bounded piece at a time, as a conversion does. No whole tensor is held in memory.
+
+Recognizes smoothing (SmoothQuant, AWQ) in an output: powers of two by which its norms and projections are divided.
+
+The output does not record the factors. Those of a norm follow from its elements, and those of a projection's rows from
+their norms, which are compared with the source's. The columns of the balance layers must be multiplied by the same
+factors.
+
+    transforms, problems = recognize_smoothing(plan, checkpoint, weights, stated=True)
+    make_plan(source, scheme, PlanOptions(transforms=transforms))     # the plan that makes this output
 """
 
 from __future__ import annotations
@@ -8,11 +17,21 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from ..calibration.smoothing import (
+    MOST,
+    MappingTransforms,
+    SmoothingMapping,
+    apply_smoothing,
+    combine_transforms,
+    read_vector,
+    usable_mappings,
+)
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes, TensorInfo
@@ -20,10 +39,11 @@ from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
+from ..plan.plan import Plan
 from ..threads import in_threads
 from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
 from ..weights.reading import LostWeights, Reader
-from ..weights.weight import Weight
+from ..weights.weight import Weight, WeightTransform, WeightTransforms
 
 # Bytes read at a time.
 PIECE = 4 << 20
@@ -188,22 +208,18 @@ class _Reading:
             if numbered_task is None:
                 break
 
-            number, task = numbered_task
+            worker.number, task = numbered_task
             try:
                 if task.kv_cache_scale:
-                    worker.check_kv_cache_scale(number, task.info)
+                    worker.check_kv_cache_scale(task.info)
                 elif task.finite_only:
                     worker.check_finite(task.info)
                 elif task.weight is not None:
-                    worker.check_weight(number, task, task.weight)
+                    worker.check_weight(task, task.weight)
                 else:
-                    worker.compare(number, task.info, task.original)
+                    worker.compare(task.info, task.original)
             except SourceError as error:
-                self.add_problem(number, error.message)
-
-    def place(self, name: str) -> str:
-        """A tensor for a message: "model.safetensors: lm_head.weight"."""
-        return f"{self.checkpoint.where[name].shard}: {name}"
+                self.add_problem(worker.number, error.message)
 
     def add_problem(self, number: int, message: str) -> None:
         """Add a problem that the task of that number found."""
@@ -230,17 +246,23 @@ class _Worker:
     def __init__(self, reading: _Reading) -> None:
         self.reading = reading
         self.checkpoint = reading.checkpoint
+        self._place = self.checkpoint.place
         self.output = Reader(self.checkpoint.where, self.checkpoint.root.joinpath)
         if reading.source is not None:
             self.source = Reader(reading.source.where, reading.source.root.joinpath)
+        # Number of the current task.
+        self.number = 0
         self._buffers: dict[str, Bytes] = {}
+
+    def _problem(self, message: str) -> None:
+        self.reading.add_problem(self.number, message)
 
     def _buffer(self, name: str, nbytes: int) -> Bytes:
         if name not in self._buffers or self._buffers[name].size < nbytes:
             self._buffers[name] = np.empty(nbytes, np.uint8)
         return self._buffers[name][:nbytes]
 
-    def compare(self, number: int, info: TensorInfo, original: Weight | bytes | None) -> None:
+    def compare(self, info: TensorInfo, original: Weight | bytes | None) -> None:
         """Compare an unquantized tensor with the source: see `TensorTask.original`."""
         place = self.checkpoint.where[info.name]
 
@@ -260,9 +282,8 @@ class _Worker:
                         name = original.extent(self.source.where).label
                     if _is_smoothed(original):
                         name += " after smoothing"
-                    self.reading.add_problem(
-                        number,
-                        f"{self.reading.place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
+                    self._problem(
+                        f"{self._place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}"
                     )
                     return
 
@@ -308,18 +329,18 @@ class _Worker:
                     bits = from_float32(bits.view(np.float32), dtype)
                 yield bits.reshape(-1).view(np.uint8)
 
-    def check_weight(self, number: int, task: TensorTask, weight: Weight) -> None:
+    def check_weight(self, task: TensorTask, weight: Weight) -> None:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
         assert not isinstance(task.original, bytes)
         original = task.original
         if task.by_decoding:
-            self._check_decoded(number, weight, original)
+            self._check_decoded(weight, original)
             return
 
         fmt = weight.format
-        scale, global_scale = self._read_scales(number, weight)
+        scale, global_scale = self._read_scales(weight)
         for expected_info, data in fmt.constant_tensors(weight.module, weight.shape) if fmt else ():
-            self._check_integers(number, expected_info, data)
+            self._check_integers(expected_info, data)
 
         zeros = self.output.zero_points(weight, 0, weight.shape[0])
         decodable = fmt is not None and (zeros is not None or fmt.zero_point is None)
@@ -329,7 +350,7 @@ class _Worker:
                 original.shape, fmt, scale, weight.scale.dtype, task.scheme, zeros, global_scale, task.weighted_search
             )
         lost = LostWeights(fmt, math.prod(weight.codes.shape[:-1])) if fmt and decodable else None
-        if not self._read_codes(number, weight, original, comparison, lost, zeros):
+        if not self._read_codes(weight, original, comparison, lost, zeros):
             return
 
         if lost is not None and lost.unusual:
@@ -343,22 +364,22 @@ class _Worker:
             return
 
         if comparison.finite:
-            self._report_comparison(number, task, weight, comparison, global_scale)
+            self._report_comparison(task, weight, comparison, global_scale)
         else:
             extent = original.extent(self.source.where)
-            self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
+            self._problem(f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
 
-    def _read_scales(self, number: int, weight: Weight) -> tuple[Floats | None, Floats | None]:
+    def _read_scales(self, weight: Weight) -> tuple[Floats | None, Floats | None]:
         """The scales, divided by the global scale, and the global scale; None for what is wrong or not there."""
         if weight.input_scale is not None:
-            self._read_scale(number, weight.input_scale)
+            self._read_scale(weight.input_scale)
 
         signed = weight.format is not None and weight.format.signed_scales
-        scale = weight.scale and self._read_scale(number, weight.scale, signed)
+        scale = weight.scale and self._read_scale(weight.scale, signed)
         if weight.format is None or weight.format.global_scale is None:
             return scale, None
 
-        values = weight.global_scale and self._read_scale(number, weight.global_scale)
+        values = weight.global_scale and self._read_scale(weight.global_scale)
         if values is None:
             return None, None
         global_scale = values.reshape(1, 1)
@@ -369,7 +390,6 @@ class _Worker:
 
     def _read_codes(
         self,
-        number: int,
         weight: Weight,
         original: Weight | None,
         comparison: Comparison | None,
@@ -402,23 +422,22 @@ class _Worker:
         if nan_at is None:
             return True
         index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
-        self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+        self._problem(f"{self._place(info.name)} holds NaN, first at {index}")
         return False
 
     def _report_comparison(
-        self, number: int, task: TensorTask, weight: Weight, comparison: Comparison, global_scale: Floats | None
+        self, task: TensorTask, weight: Weight, comparison: Comparison, global_scale: Floats | None
     ) -> None:
         """Report how codes and scales differ from the source."""
         if task.scheme is not None:
-            self._report_recomputed(number, weight, comparison, task.scheme, global_scale, task.gptq_rounded)
+            self._report_recomputed(weight, comparison, task.scheme, global_scale, task.gptq_rounded)
         if task.kept and comparison.error.largest > 0:
-            self.reading.add_problem(
-                number,
-                f"{self.reading.place(weight.codes.name)} stands for other weights than the source's codes and scales",
+            self._problem(
+                f"{self._place(weight.codes.name)} stands for other weights than the source's codes and scales"
             )
-        self._report_error(number, weight, comparison, task)
+        self._report_error(weight, comparison, task)
 
-    def _check_decoded(self, number: int, weight: Weight, original: Weight | None) -> None:
+    def _check_decoded(self, weight: Weight, original: Weight | None) -> None:
         """Check a weight by decoding it, and sum up its error if `original` is given."""
         fmt = weight.format
         assert fmt is not None
@@ -430,7 +449,7 @@ class _Worker:
             scales = [weight.scale, weight.global_scale, weight.input_scale]
         for info in scales:
             signed = fmt.signed_scales and info is weight.scale
-            if info is not None and self._read_scale(number, info, signed) is None:
+            if info is not None and self._read_scale(info, signed) is None:
                 return
 
         experts = len(weight.matrices)
@@ -455,9 +474,9 @@ class _Worker:
 
         if source_pieces is not None:
             if errors.excess is not None:
-                self.reading.add_problem(number, f"{self.reading.place(weight.codes.name)} {errors.excess}")
+                self._problem(f"{self._place(weight.codes.name)} {errors.excess}")
             with self.reading.lock:
-                self.reading.errors.append((number, errors.of(weight.module, weight.shape)))
+                self.reading.errors.append((self.number, errors.of(weight.module, weight.shape)))
 
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
         """Divide codes into pieces: the number of rows of each, and the source's bits of these rows [rows, in]."""
@@ -470,22 +489,22 @@ class _Worker:
         for low in range(0, rows, step):
             yield min(step, rows - low), None
 
-    def check_kv_cache_scale(self, number: int, info: TensorInfo) -> None:
+    def check_kv_cache_scale(self, info: TensorInfo) -> None:
         """Check that a KV-cache scale is finite and above zero."""
         if info.dtype in FLOATS:
-            self._read_scale(number, info)
+            self._read_scale(info)
         self.reading.advance(info.nbytes)
 
-    def _check_integers(self, number: int, expected: TensorInfo, data: bytes) -> None:
+    def _check_integers(self, expected: TensorInfo, data: bytes) -> None:
         """Check a tensor of int64 whose values follow from the weight's shape, such as `weight_shape`."""
         if self.checkpoint.tensors.get(expected.name) != expected:
             return  # The headers' checks report it.
         raw = self.output.read_bytes(expected).tobytes()
         if raw != data:
             actual, right = (np.frombuffer(values, "<i8").tolist() for values in (raw, data))
-            self.reading.add_problem(number, f"{self.reading.place(expected.name)} is {actual}, its codes are {right}")
+            self._problem(f"{self._place(expected.name)} is {actual}, its codes are {right}")
 
-    def _read_scale(self, number: int, info: TensorInfo, signed: bool = False) -> Floats | None:
+    def _read_scale(self, info: TensorInfo, signed: bool = False) -> Floats | None:
         """The values of a scale; None, and a problem, unless all are finite and above zero (`signed`: not zero)."""
         values = self.output.read_scale(info)
         allowed = "above zero"
@@ -500,8 +519,8 @@ class _Worker:
             held = f"{float(values[index]):g}"
             if info.shape:
                 held += f" at {[int(axis) for axis in index]}"
-            place = self.reading.place(info.name)
-            self.reading.add_problem(number, f"{place} holds {held}: scales are finite and {allowed}")
+            place = self._place(info.name)
+            self._problem(f"{place} holds {held}: scales are finite and {allowed}")
             return None
 
         if values.size == 1:
@@ -510,13 +529,7 @@ class _Worker:
         return values
 
     def _report_recomputed(
-        self,
-        number: int,
-        weight: Weight,
-        comparison: Comparison,
-        scheme: Scheme,
-        global_scale: Floats | None,
-        gptq_rounded: bool,
+        self, weight: Weight, comparison: Comparison, scheme: Scheme, global_scale: Floats | None, gptq_rounded: bool
     ) -> None:
         """Report scales and codes that differ from those that quantizing the source again gives."""
         info = weight.codes
@@ -539,24 +552,22 @@ class _Worker:
                 if global_scale is not None:
                     factor = float(global_scale.item())
                     digits = 6
-                self.reading.add_problem(
-                    number,
-                    f"{self.reading.place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "
+                self._problem(
+                    f"{self._place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "
                     f"{[int(axis) for axis in index]}, the source makes it "
                     f"{float(recomputed[index]) * factor:.{digits}g} "
-                    f"({int(wrong.sum())} of {wrong.size} scales differ)",
+                    f"({int(wrong.sum())} of {wrong.size} scales differ)"
                 )
-            self._report_zeros(number, weight, comparison)
+            self._report_zeros(weight, comparison)
 
         if comparison.first_difference is not None and not gptq_rounded:
             (row, col), code, recomputed_code = comparison.first_difference
-            self.reading.add_problem(
-                number,
-                f"{self.reading.place(info.name)} has the code 0x{code:02x} at [{row}, {col}], the source makes it "
-                f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)",
+            self._problem(
+                f"{self._place(info.name)} has the code 0x{code:02x} at [{row}, {col}], the source makes it "
+                f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)"
             )
 
-    def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
+    def _report_zeros(self, weight: Weight, comparison: Comparison) -> None:
         """Report zero points that differ from those that quantizing the source again gives."""
         info = weight.zero_points
         zeros = comparison.zeros
@@ -571,15 +582,14 @@ class _Worker:
 
         index = np.unravel_index(int(wrong.argmax()), wrong.shape)
         stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
-        self.reading.add_problem(
-            number,
-            f"{self.reading.place(info.name)} holds {stored} at {[int(axis) for axis in index]}, the source makes it "
-            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
+        self._problem(
+            f"{self._place(info.name)} holds {stored} at {[int(axis) for axis in index]}, the source makes it "
+            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)"
         )
 
-    def _report_error(self, number: int, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
+    def _report_error(self, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
         """Record a layer's error; report one larger than rounding explains, unless the codes were recomputed."""
-        place = self.reading.place(weight.codes.name)
+        place = self._place(weight.codes.name)
         beyond_nearest = beyond_gptq = None
         if comparison.out_of_bound is not None:
             (row, col), error, bound, count = comparison.out_of_bound
@@ -593,15 +603,15 @@ class _Worker:
         if task.foreign:
             times_rounding = comparison.error.times_rounding
             with self.reading.lock:
-                self.reading.foreign.append(_ForeignError(number, times_rounding, beyond_nearest, beyond_gptq))
+                self.reading.foreign.append(_ForeignError(self.number, times_rounding, beyond_nearest, beyond_gptq))
         elif task.gptq_rounded and beyond_gptq is not None:
-            self.reading.add_problem(number, beyond_gptq)
+            self._problem(beyond_gptq)
         elif task.scheme is None and not task.gptq_rounded and beyond_nearest is not None:
-            self.reading.add_problem(number, beyond_nearest)
+            self._problem(beyond_nearest)
 
         layer_error = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
-            self.reading.errors.append((number, layer_error))
+            self.reading.errors.append((self.number, layer_error))
             if not task.gptq_rounded:
                 codes = math.prod(comparison.shape)
                 self.reading.findings.compared_codes += codes
@@ -610,3 +620,183 @@ class _Worker:
 
 def _is_smoothed(original: Weight | bytes | None) -> bool:
     return isinstance(original, bytes) or (original is not None and original.smoothed)
+
+
+# A column counts as a multiple of the source's column if their squared cosine exceeds this.
+_EXPLAINED = 0.75
+
+
+def recognize_smoothing(
+    plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool
+) -> tuple[WeightTransforms, list[str]]:
+    """Recognize the smoothing factors of an output by comparing it with its source.
+
+    Args:
+        plan: the plan that makes the output of its source without smoothing.
+        output: the opened output directory.
+        codes: its quantized weights, by the tensor name that the weight has unquantized ("..up_proj.weight").
+        stated: whether its journal says that it is smoothed. If not, a norm that no powers of two explain means
+            that there is no smoothing, and is not a problem.
+
+    Returns:
+        The factors, as transforms that make the output's weights, norms and biases of the source's; and problems, one
+        line for each norm that no powers of two explain, or whose balance layers do not match it.
+
+    Raises:
+        SourceError: a weight cannot be read.
+    """
+    return _Recognition(plan, output, codes, stated).run()
+
+
+class _Recognition:
+    """One call of `recognize_smoothing`."""
+
+    def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
+        self.plan = plan
+        self.checkpoint = output
+        self._place = output.place
+        self.codes = codes
+        self.stated = stated
+        self.source = Reader(plan.decoded.where, plan.decoded.root.joinpath)
+        self.output = Reader(output.where, output.root.joinpath)
+        self.problems: list[str] = []
+
+    def run(self) -> tuple[WeightTransforms, list[str]]:
+        mappings = [mapping for mapping in usable_mappings(self.plan).mappings if self._has_smooth_layer(mapping)]
+        transforms = [
+            self._norm_transforms(mapping) for mapping in mappings if mapping.smooth_layer not in self.plan.layers
+        ]
+
+        if not self.stated and (self.problems or all((part.scale == 1).all() for part in transforms)):
+            return WeightTransforms(), []
+
+        # The columns of a projection may be multiplied by the factors of the norm before it.
+        from_norms = combine_transforms(transforms, self.plan).weights
+        transforms += [
+            self._row_transforms(mapping, from_norms.get(mapping.smooth_layer))
+            for mapping in mappings
+            if mapping.smooth_layer in self.plan.layers
+        ]
+
+        combined = combine_transforms(transforms, self.plan)
+        for mapping_transforms in transforms:
+            self._check_columns(mapping_transforms, combined.weights)
+
+        return combined, self.problems
+
+    def _has_smooth_layer(self, mapping: SmoothingMapping) -> bool:
+        """Whether the output has the smooth layer in the source's shape, quantized if the plan quantizes it."""
+        name = f"{mapping.smooth_layer}.weight"
+        if mapping.smooth_layer in self.plan.layers:
+            return self._has_codes(mapping.smooth_layer)
+        return self.checkpoint.tensors.get(name) == self.plan.decoded.tensors[name]
+
+    def _has_codes(self, module: str) -> bool:
+        """Whether the output has a module's codes and scales, in the source's shape."""
+        weight = self.codes.get(f"{module}.weight")
+        return (
+            weight is not None
+            and weight.format is not None
+            and weight.scale is not None
+            and weight.shape == self.plan.layers[module].shape
+        )
+
+    def _norm_transforms(self, mapping: SmoothingMapping) -> MappingTransforms:
+        """The transforms whose factors are the powers of two nearest to source norm / output norm."""
+        info = self.plan.decoded.tensors[f"{mapping.smooth_layer}.weight"]
+        source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
+
+        before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
+        transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)
+
+        raw = self.output.read_bytes(info)
+        itemsize = len(raw) // len(source_norm)
+        differing = (raw != np.frombuffer(transforms.tensors[info.name], np.uint8)).reshape(-1, itemsize).any(axis=1)
+
+        if differing.any():
+            index = int(differing.argmax())
+            self.problems.append(
+                f"{self._place(info.name)} holds {output_norm[index]:g} at [{index}], the source "
+                f"{source_norm[index]:g}: their ratio is no power of two "
+                f"({int(differing.sum())} of {len(differing)} elements have none)"
+            )
+
+        return transforms
+
+    def _row_transforms(self, mapping: SmoothingMapping, before: WeightTransform | None) -> MappingTransforms:
+        """The factors of rows: powers of two nearest to the ratios of row norms; `before`: its own transform."""
+        rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
+        source_sizes = _row_norms(self.source, self.plan.layers[mapping.smooth_layer]._replace(transform=before))[rows]
+        output_sizes = _row_norms(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
+        return apply_smoothing(mapping, _nearest_powers(source_sizes, output_sizes), self.plan, self.source)
+
+    def _check_columns(self, mapping_transforms: MappingTransforms, transforms: Mapping[str, WeightTransform]) -> None:
+        """Check the columns of one balance layer, by its first rows, against the factors of its smooth layer."""
+        mapping = mapping_transforms.mapping
+        balance_layers = (module for module in mapping.balance_layers if module in self.plan.layers)
+        module = next((module for module in balance_layers if self._has_codes(module)), None)
+
+        if module is None:
+            return
+
+        output_weight = self.codes[f"{module}.weight"]
+        source_weight = self.plan.layers[module]._replace(transform=transforms[module])
+        expected, actual = (
+            next(reader.rows(weight, 1)).view(np.float32)
+            for reader, weight in ((self.source, source_weight), (self.output, output_weight))
+        )
+
+        count = min(len(expected), len(actual))
+        expected = expected[:count].astype(np.float64)
+        actual = actual[:count].astype(np.float64)
+        expected_energy = (expected * expected).sum(axis=0)
+        products = (expected * actual).sum(axis=0)
+        actual_energy = (actual * actual).sum(axis=0)
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = products / expected_energy
+            explained = products * products / (expected_energy * actual_energy)
+            # A column that rounding has set to zero gives NaN, which is not above the limit.
+            wrong = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(ratio))) != 0)
+
+        # With two or three bits, rounding alone may make a column of small weights half as large again.
+        wrong &= np.square(actual - expected).sum(axis=0) > self._rounding_energy(output_weight, count)
+
+        if wrong.any():
+            index = int(wrong.argmax())
+            name = self._stored_name(mapping.smooth_layer)
+            self.problems.append(
+                f"{self._place(name)} does not match {module}, which reads its output: column {index} there is "
+                f"{ratio[index]:.3g} times what it should be "
+                f"({int(wrong.sum())} of {len(wrong)} columns are wrong)"
+            )
+
+    def _rounding_energy(self, weight: Weight, count: int) -> npt.NDArray[np.float64]:
+        """The largest sum of squared rounding errors in each column of `count` rows, float64 [in]; 0 for floats."""
+        fmt = weight.format
+        cols = weight.shape[1]
+        if fmt is None or fmt.number.normal:
+            return np.zeros(cols)
+        steps = self.output.scales(weight, 0, count).astype(np.float64)
+        energy = np.square(np.broadcast_to(steps, (count, steps.shape[1])) / 2).sum(axis=0)
+        return np.repeat(energy, fmt.group[1] or cols)[:cols]
+
+    def _stored_name(self, module: str) -> str:
+        """The name of the tensor that holds a smooth layer: a norm, or a projection's codes."""
+        name = f"{module}.weight"
+        return self.codes[name].codes.name if name in self.codes else name
+
+
+def _nearest_powers(before: Floats, after: Floats) -> Floats:
+    """The powers of two nearest to before / after; 1 where that is outside the range of smoothing factors."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        exponents = np.rint(np.log2(before.astype(np.float64) / after))
+    return np.exp2(np.where(np.abs(exponents) <= MOST, exponents, 0)).astype(np.float32)
+
+
+def _row_norms(reader: Reader, weight: Weight) -> Floats:
+    """The L2 norm of each row, float32 [out]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = [np.square(to_float32(bits, weight.dtype)).sum(axis=1) for bits in reader.rows(weight, 1)]
+    norms: Floats = np.sqrt(np.concatenate(sums))
+    return norms

@@ -78,8 +78,8 @@ class Headers:
     scales: set[str]
 
     def place(self, name: str) -> str:
-        """A stored tensor, by its full name, for a message: "model.safetensors: lm_head.weight"."""
-        return f"{self.checkpoint.where[name].shard}: {name}"
+        """See `Checkpoint.place`."""
+        return self.checkpoint.place(name)
 
     def owner(self, name: str) -> str | None:
         """The name of the weight whose scale, zero points or shape a tensor is, judged by its name; None if it is none.

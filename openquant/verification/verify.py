@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,8 @@ from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
-from .checks import (
-    check_headers,
-    config_differences,
-    extra_files,
-    extra_weights,
-    judge_config,
-    missing_keys,
-    without_quantization,
-)
-from .contents import Progress, TensorFindings, TensorTask, read_contents
-from .find_smoothing import recognize_smoothing
+from . import checks
+from .contents import Progress, TensorFindings, TensorTask, read_contents, recognize_smoothing
 from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
@@ -111,10 +102,11 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         # The generic entry says nothing of engines.
         model = None
 
-    headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
-    verification = _Verification(headers, findings, journal_files, origin, options.full, facts, requested)
+    headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
+    verification = _Verification(
+        headers, findings, journal_files, origin, options.full, facts or WeightFacts(), requested
+    )
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
-    contents = verification.contents
 
     return Report(
         directory=directory,
@@ -127,11 +119,11 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         tensors=len(checkpoint.tensors),
         nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         quantized=len(headers.codes),
-        equal_tensors=contents.equal_tensors,
+        equal_tensors=verification.contents.equal_tensors,
         equal_files=verification.equal_files,
-        errors=tuple(contents.errors),
-        compared_codes=contents.compared_codes,
-        equal_codes=contents.equal_codes,
+        errors=tuple(verification.contents.errors),
+        compared_codes=verification.contents.compared_codes,
+        equal_codes=verification.contents.equal_codes,
         recomputed=verification.recomputes,
         seconds=_since(start),
     )
@@ -171,47 +163,40 @@ def _since(start: float) -> float:
     return round(time.monotonic() - start, 3)
 
 
+@dataclass(eq=False)
 class _Verification:
     """The checks of `verify` that follow those of the headers: files, source, contents.
 
     They add to the problems and notes of the headers' checks.
+
+    Attributes:
+        files: names of the files that the run wrote; empty if not known.
+        origin: the source as it is; None without one.
+        architecture: the entry that --architecture names; None for that of the class.
+        source: the source as if its quantized weights were bfloat16.
+        decoded: these weights, by tensor name.
+        originals: the source's weights by module.
     """
 
-    def __init__(
-        self,
-        headers: Headers,
-        findings: Findings,
-        files: set[str],
-        source: Checkpoint | None,
-        full: bool,
-        facts: WeightFacts | None,
-        architecture: Architecture | None,
-    ) -> None:
-        self.headers = headers
-        # The entry that --architecture names; None for that of the class.
-        self.architecture = architecture
-        self.findings = findings
-        # Names of the files that the run wrote; empty if not known.
-        self.files = files
-        # What the run did to weights; of a directory that another tool made, nothing is known.
-        self.facts = facts or WeightFacts()
+    headers: Headers
+    findings: Findings
+    files: set[str]
+    origin: Checkpoint | None
+    full: bool
+    facts: WeightFacts
+    architecture: Architecture | None
 
+    source: Checkpoint | None = None
+    decoded: dict[str, Weight] = field(default_factory=dict)
+    originals: dict[str, Weight] = field(default_factory=dict)
+    plan: Plan | None = None
+    transforms: WeightTransforms = field(default_factory=WeightTransforms)
+    equal_files: int = 0
+    contents: TensorFindings = field(default_factory=TensorFindings)
+
+    def __post_init__(self) -> None:
+        headers = self.headers
         self.checkpoint = headers.checkpoint
-        self.origin = source
-        # The source as if its quantized weights were bfloat16, and these weights by tensor name.
-        self.source: Checkpoint | None = None
-        self.decoded: dict[str, Weight] = {}
-        if source is not None:
-            self.source, self.decoded = decoded_view(source)
-
-        self.full = full
-        self.ours = findings.ours
-        self.recomputable = self.ours and not self.facts.from_quantized
-        # Whether quantizing the source again must give the same codes and scales.
-        self.recomputes = full and self.recomputable and headers.scheme is not None
-
-        self.problems = findings.problems
-        self.notes = findings.notes
         self.codes = headers.codes
         self.scheme = headers.scheme
         self._place = headers.place
@@ -219,20 +204,20 @@ class _Verification:
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
 
-        entry = headers.entry
-        scheme = headers.scheme
+        self.problems = self.findings.problems
+        self.notes = self.findings.notes
+        self.ours = self.findings.ours
+        self.recomputable = self.ours and not self.facts.from_quantized
+        # Whether quantizing the source again must give the same codes and scales.
+        self.recomputes = self.full and self.recomputable and self.scheme is not None
+        if self.origin is not None:
+            self.source, self.decoded = decoded_view(self.origin)
+
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         self.required_keys: Mapping[str, str] = {}
-        if entry:
-            scheme_name = scheme.name if scheme else None
-            self.required_keys = entry.model.extra_config(scheme_name, self.checkpoint.config if self.ours else {})
-
-        self.plan: Plan | None = None
-        self.transforms = WeightTransforms()
-        # The source's weights by module.
-        self.originals: dict[str, Weight] = {}
-        self.equal_files = 0
-        self.contents = TensorFindings()
+        if headers.entry:
+            config = self.checkpoint.config if self.ours else {}
+            self.required_keys = headers.entry.model.extra_config(self.scheme and self.scheme.name, config)
 
     def run(self, workers: int, progress: Progress | None) -> None:
         """Run all checks: files, config, source, tensors, then scales that layers share."""
@@ -241,7 +226,7 @@ class _Verification:
         self._open_with_library()
 
         self._check_extra_files()
-        self.problems += missing_keys(self.checkpoint.config, self.required_keys)
+        self.problems += checks.missing_keys(self.checkpoint.config, self.required_keys)
         self.problems += self._incomplete()
 
         if self.source is not None:
@@ -302,8 +287,8 @@ class _Verification:
         if self.source is not None:
             expected = {*self.source.files, "README.md", "config.json"}
             where = "not in the source"
-        problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
-        self.problems += [*extra_weights(self.checkpoint), *problems]
+        problems, notes = checks.extra_files(self.checkpoint, expected, where, self.ours)
+        self.problems += [*checks.extra_weights(self.checkpoint), *problems]
         self.notes += notes
         try:
             find_evaluation(self.checkpoint)
@@ -336,13 +321,14 @@ class _Verification:
 
     def _compare_config(self, source: Checkpoint) -> None:
         output_config, source_config = (
-            without_quantization(config, self.required_keys) for config in (self.checkpoint.config, source.config)
+            checks.without_quantization(config, self.required_keys)
+            for config in (self.checkpoint.config, source.config)
         )
         if self.ours:
-            for difference in config_differences(output_config, source_config):
+            for difference in checks.config_differences(output_config, source_config):
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
-        for difference, changes_model in judge_config(output_config, source_config):
+        for difference, changes_model in checks.judge_config(output_config, source_config):
             found = self.problems if changes_model else self.notes
             found.append(f"config.json: {difference.text('the source has')}")
 
@@ -388,16 +374,16 @@ class _Verification:
     def _recognize_smoothing(self, plan: Plan) -> None:
         """Set `transforms` to the smoothing of the output."""
         try:
-            smoothing = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
+            transforms, problems = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
         except SourceError as error:
             self.problems.append(error.message)
             return
-        self.problems += smoothing.problems
-        self.transforms = smoothing.transforms
-        if smoothing.transforms.weights:
+        self.problems += problems
+        self.transforms = transforms
+        if transforms.weights:
             self.notes.append(
-                f"inputs of layers are smoothed: {len(smoothing.transforms.tensors)} norms and biases and "
-                f"{len(smoothing.transforms.weights)} matrices were compared with the smoothed source"
+                f"inputs of layers are smoothed: {len(transforms.tensors)} norms and biases and "
+                f"{len(transforms.weights)} matrices were compared with the smoothed source"
             )
 
     def _choice_of_output(self, options: PlanOptions) -> DirectoryChoice:

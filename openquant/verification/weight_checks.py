@@ -2,8 +2,8 @@
 
 `find_weights` checks them as engines load them, `find_decodable_weights` as openquant decodes them.
 
-    weights = find_weights(checkpoint, quantization, pairs, findings)
-    weights.codes["model.layers.0.mlp.up_proj.weight"].scale
+    codes, stored, scales = find_weights(checkpoint, quantization, pairs, findings)
+    codes["model.layers.0.mlp.up_proj.weight"].scale
 
 Static scales are those of activations (`input_scale`, `input_global_scale`) and of the KV cache. Nothing in the weights
 says what they must be. The journal of an output has the values that its plan chose; layers that engines fuse read the
@@ -13,7 +13,7 @@ same input; and no model has activations beyond some range.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint
@@ -30,19 +30,9 @@ from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_
 from ..weights.weight import Weight, packed_columns
 from .headers import COLUMN_PARTS, Findings, Headers, describe, join_or
 
-
-class StoredWeights(NamedTuple):
-    """The quantized weights of a directory.
-
-    Attributes:
-        codes: the quantized weights, by the name of the unquantized tensor.
-        stored: the same weights, by the name of the tensor that holds the codes.
-        scales: names of all tensors that belong to codes: scales, zero points, shapes.
-    """
-
-    codes: dict[str, Weight]
-    stored: dict[str, Weight]
-    scales: set[str]
+# The quantized weights by the name of the unquantized tensor; the same by the name of the tensor that holds the codes;
+# and the names of all tensors that belong to codes: scales, zero points, shapes.
+StoredWeights: TypeAlias = tuple[dict[str, Weight], dict[str, Weight], set[str]]
 
 
 def find_weights(
@@ -64,7 +54,7 @@ def find_weights(
     """
     finder = _Finder(checkpoint, quantization, findings)
     finder.add_all(pairs)
-    return StoredWeights(finder.codes, finder.stored, finder.scales)
+    return finder.codes, finder.stored, finder.scales
 
 
 def find_decodable_weights(
@@ -126,7 +116,7 @@ def find_decodable_weights(
 
     if not codes and not findings.problems:
         findings.notes.append("nothing is quantized")
-    return StoredWeights(codes, stored, others)
+    return codes, stored, others
 
 
 class _Finder:
@@ -134,6 +124,7 @@ class _Finder:
 
     def __init__(self, checkpoint: Checkpoint, quantization: Quantization, findings: Findings) -> None:
         self.checkpoint = checkpoint
+        self._place = checkpoint.place
         self.quantization = quantization
         self.findings = findings
         self.codes: dict[str, Weight] = {}
@@ -198,9 +189,6 @@ class _Finder:
 
         if not self.codes and self.quantization.groups:
             self.findings.notes.append("nothing is quantized")
-
-    def _place(self, name: str) -> str:
-        return f"{self.checkpoint.where[name].shard}: {name}"
 
     def _add_columns(self, pair: CodesAndScale, fmt: Format) -> None:
         """Add a weight in AWQ's or GPTQ's layout, whose codes are packed along columns."""

@@ -31,7 +31,8 @@ _ADVANCED: Mapping[type, tuple[str, ...]] = {
     CalibrationTexts: ("samples", "length"),
     Run: ("revision", "workers", "max_memory"),
 }
-ADVANCED: Mapping[str, Option] = {name: options_of(kind)[name] for kind, names in _ADVANCED.items() for name in names}
+_OPTIONS: Mapping[str, Option] = {name: option for kind in _ADVANCED for name, option in options_of(kind).items()}
+ADVANCED: Mapping[str, Option] = {name: _OPTIONS[name] for names in _ADVANCED.values() for name in names}
 # In a command, what the one before it wrote.
 OUTPUT = "{output}"
 MOST_LETTERS = 1000
@@ -169,23 +170,15 @@ class Chosen:
         Raises:
             UsageError: the model is not allowed.
         """
-        words = ["compress", *_pair("-m", check_model(self.model, roots))]
-        if self.output:
-            words += ["-o", self.output]
-
-        if self.fit:
-            words += _pair("--fit", self.fit)
-        else:
-            words += _pair("--scheme", self.scheme)
-        if self.fit and self.context:
-            words += _pair("--context", self.context)
-        if self.gptq:
-            words.append("--gptq")
-
-        for name, option in ADVANCED.items():
-            flag = flags_of(name, option)[-1]
-            for value in self._values(name):
-                words += [flag] if option.value is None else _pair(flag, value)
+        words = ["compress"]
+        for name, value in self.keywords(roots).items():
+            option = _OPTIONS[name]
+            flag = flags_of(name, option)[0 if name in ("model", "output") else -1]
+            if option.value is None:
+                words.append(flag)
+                continue
+            for item in value if option.repeated else [value]:
+                words += _pair(flag, item)
 
         words += self._stream()
         if self.push:
@@ -195,26 +188,19 @@ class Chosen:
 
     def keywords(self, roots: Roots) -> dict[str, Any]:
         """Return the same as arguments of `openquant.compress`, without where it is published."""
-        chosen: dict[str, Any] = {"model": check_model(self.model, roots), "gptq": self.gptq}
-        if self.output:
-            chosen["output"] = self.output
-
+        schemes = {"scheme": self.scheme}
         if self.fit:
-            chosen["fit"] = self.fit
-        else:
-            chosen["scheme"] = self.scheme
+            schemes = {"fit": self.fit, "context": self.context}
+        chosen: dict[str, Any] = {"model": check_model(self.model, roots), "output": self.output, **schemes}
+        chosen["gptq"] = self.gptq
 
         for name, option in ADVANCED.items():
             values = self._values(name)
-            if not values:
-                continue
             if option.repeated:
                 chosen[name] = values
-            elif option.value is None:
-                chosen[name] = True
-            else:
-                chosen[name] = values[0]
-        return chosen
+            elif values:
+                chosen[name] = option.value is None or values[0]
+        return {name: value for name, value in chosen.items() if value or name == "scheme"}
 
     def _stream(self) -> list[str]:
         """The option by which a model of the Hub does not stay here."""

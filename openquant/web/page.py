@@ -16,16 +16,7 @@ from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, is_local, make_sections, push_words
-from .runs import (
-    DONE,
-    RUNNING,
-    WAITING,
-    PageRun,
-    Runs,
-    result_html,
-    run_title,
-    status_html,
-)
+from .runs import DONE, RUNNING, WAITING, PageRun, Runs, result_html, run_title, status_html
 from .view import problem_html
 
 # Names that the search shows, and characters from which on it searches.

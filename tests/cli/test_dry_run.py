@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EXAMPLE, change_json, tree
-from openquant import compress, dequantize, explain
-from openquant.api import push_notes
+from conftest import EXAMPLE, tree
+from openquant import compress, explain
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
 from openquant.files.cards import evaluation_digest
@@ -145,23 +144,6 @@ def test_notes_of_a_push_are_the_same_without_it(site: Site, here: Path) -> None
     (here / "FP8" / "eval.html").unlink()
     done = site.ask("push", "FP8", "name", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_model_that_is_not_quantized_needs_no_figures(here: Path) -> None:
-    dequantize(here / "FP8", here / "BF16")
-    assert [note.partition(":")[0] for note in push_notes(here / "BF16")] == ["the card names no base_model"]
-
-
-def test_a_push_is_refused_as_without_it(site: Site, here: Path) -> None:
-    done = site.ask("push", "FP8", "name", "--dry-run", HF_TOKEN="hf_wrong")
-    assert done.returncode == 2 and "the Hub does not let you write to name" in done.stderr
-    site.hub.create("user/name", private=False)
-    site.hub.commit("user/name", "main", "other", {"other.safetensors": site.hub.store(b"x")}, [])
-    done = site.ask("push", "FP8", "name", "--dry-run")
-    assert done.returncode == 2 and "user/name already holds other.safetensors" in done.stderr
-    change_json(here / "FP8" / ".openquant.json", lambda journal: journal.update(done=False))
-    done = site.ask("push", "FP8", "name", "--dry-run")
-    assert done.returncode == 2 and "is not finished" in done.stderr
 
 
 def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

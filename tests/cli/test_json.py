@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from conftest import EXAMPLE, ROOT, run_openquant
+from conftest import EXAMPLE, ROOT
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import VERBS, main
 from support.loopback_hub import LoopbackHub
@@ -196,9 +196,3 @@ def test_pipes_get_no_colours_bars_or_questions(out: Path) -> None:
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, b"")
         assert not {b"\x1b", b"\r", b"\b"} & {bytes([byte]) for byte in done.stdout}
-
-
-def test_a_progress_of_another_kind_is_an_error() -> None:
-    done = run_openquant("verify", EXAMPLE, "--progress", "xml", "--json")
-    assert done.returncode == 2
-    assert json.loads(done.stdout)["error"].startswith("argument --progress: invalid choice: 'xml'")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE
-from openquant import Reporter, calibrate, compress, evaluate
+from openquant import calibrate, compress
 from openquant.cli.commands import main
-from openquant.errors import OpenQuantError, UsageError
+from openquant.errors import UsageError
 from openquant.evaluation import as_served
 
 SMALL = ("--samples", "2", "--length", "16")
@@ -107,15 +107,6 @@ def test_an_evaluation_lies_beside_its_output_under_its_own_names(place: Path) -
     assert {name for name in again if again[name] != first[name]} == {"eval.json", "eval.html", "eval.png"}
 
 
-def test_an_eval_json_that_is_none_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "out" / "eval.json").write_text('{"mine": 1}')
-    assert main(["eval", "out", "--source", "source", *SMALL]) == 2
-    assert capsys.readouterr().err.splitlines()[0] == (
-        "error: out/eval.json exists and is not an evaluation that openquant wrote"
-    )
-    assert (place / "out" / "eval.json").read_text() == '{"mine": 1}'
-
-
 def other_model(place: Path) -> Path:
     """A model of the same shapes and another config."""
     other = shutil.copytree(place / "source", place / "other")
@@ -141,44 +132,6 @@ def test_a_calibration_of_another_model_needs_overwrite(place: Path, capsys: pyt
         calibrate(other, "c.safetensors", samples=2, length=16)
     assert main(["calibrate", "other", *words, "--overwrite"]) == 0
     assert (place / "c.safetensors").read_bytes() != before
-
-
-def test_overwrite_replaces_calibrations_alone(place: Path) -> None:
-    before = (place / "mine.txt").read_bytes()
-    assert main(["calibrate", "source", *SMALL, "--overwrite", "-o", "mine.txt"]) == 2
-    (place / "mine.txt").rename(place / "source.calibration.safetensors")
-    words = ["compress", "-m", "source", "-o", "new", "--kv-cache", "fp8", "--calibrate", "--overwrite", *SMALL]
-    assert main(words) == 2
-    assert (place / "source.calibration.safetensors").read_bytes() == before
-
-
-def test_from_inside_a_model_its_calibration_goes_beside_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = tree(place / "source")
-    monkeypatch.chdir(place / "source")
-    assert main(["calibrate", ".", *SMALL]) == 0
-    assert (place / "source.calibration.safetensors").exists()
-    assert tree(place / "source") == before
-
-
-def test_callers_from_python_have_the_same_rule(place: Path) -> None:
-    before = tree(place)
-    small = {"samples": 2, "length": 16}
-    for name in ("source/config.json", "source/new", "mine.txt", "prompts.txt"):
-        with pytest.raises(OpenQuantError, match=name):
-            calibrate("source", name, text=["mine.txt"], **small)
-        with pytest.raises(OpenQuantError, match=name):
-            evaluate(["out"], "source", out=name, text=["mine.txt"], prompts="prompts.txt", **small)
-    assert tree(place) == before
-
-
-def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Writes(Reporter):
-        def on_note(self, about: str) -> None:  # noqa: ARG002
-            (place / "c.safetensors").write_text("mine")
-
-    with pytest.raises(UsageError, match=r"-o c\.safetensors exists and is not a calibration"):
-        calibrate("source", "c.safetensors", samples=2, length=16, reporter=Writes())
-    assert (place / "c.safetensors").read_text() == "mine"
 
 
 WRITTEN = [

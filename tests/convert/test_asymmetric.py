@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from conftest import EXAMPLE
@@ -68,17 +67,6 @@ def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: 
     again = small_checkpoints.read(tmp_path / "again")
     assert set(again) == set(found)
     assert all(same(again[name], tensor) for name, tensor in found.items())
-
-
-def test_scales_may_be_searched_for_or_not(tmp_path: Path) -> None:
-    errors = []
-    for number, plain in enumerate([False, True]):
-        compress(EXAMPLE, tmp_path / str(number), "int4", asymmetric=True, no_search=plain)
-        report = verify(tmp_path / str(number), EXAMPLE, full=True)
-        assert (report.problems, report.equal_share) == ((), 1)
-        errors.append(sum(error.relative for error in report.errors) / len(report.errors))
-    # One scale alone has 0.1014 and 0.1108.
-    assert errors == [pytest.approx(0.0955, abs=1e-4), pytest.approx(0.1006, abs=1e-4)]
 
 
 def test_codes_under_one_zero_stay_as_they_are(tmp_path: Path) -> None:
@@ -161,12 +149,3 @@ def test_rows_that_do_not_fill_words_of_zero_points(tmp_path: Path) -> None:
     plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
     assert plan.decisions.of(UP).why == "132 rows do not divide into words of 8 zero points"
     assert plan.decisions.of(UP).scheme is None
-
-
-def test_the_card_tells_not_to_load_it_with_transformers(tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "out", "int4", asymmetric=True)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "Do not load it with transformers, which cannot load zero points" in card
-    compress(EXAMPLE, tmp_path / "mixed", "channel", scheme_for={"**.mlp.**": "int4"}, asymmetric=True)
-    assert "cannot load zero points" in (tmp_path / "mixed" / "README.md").read_text()
-    assert verify(tmp_path / "mixed", EXAMPLE, full=True).problems == ()

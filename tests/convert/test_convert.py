@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +20,11 @@ from safetensors.torch import save_file
 from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant import run as running
-from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
 from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.schemes import (
-    BLOCK_COMPRESSED,
     CHANNEL,
     INTEGER_GROUPS,
     MXFP8,
@@ -38,7 +35,7 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 from openquant.patterns import compile_any
-from openquant.plan.layout import CopyBytes, Job, ShardLayout
+from openquant.plan.layout import ShardLayout
 from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
@@ -121,12 +118,12 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
-# Dense, with experts one by one, with stacks of them, with a vision tower; each scheme with two of them, and all that
+# Dense, with experts one by one, with stacks of them, with a vision tower; each scheme with one of them, and all that
 # are made by hand with the default.
 KINDS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Gemma3ForConditionalGeneration")
 CONVERTED = [
     *((architecture, VARIANTS[0]) for architecture in small_checkpoints.HAND_MADE),
-    *((KINDS[(number + turn) % 4], scheme) for number, scheme in enumerate(VARIANTS[1:]) for turn in (0, 2)),
+    *((KINDS[number % 4], scheme) for number, scheme in enumerate(VARIANTS[1:])),
 ]
 
 
@@ -152,42 +149,6 @@ def test_every_architecture_converts_to_what_torch_computes(shelf: Shelf, archit
         assert name in small_checkpoints.read_names(output / shard)
 
 
-ATTENTION, EXPERTS = "**.self_attn.*", "**.experts.**"
-MIXTURES = [
-    ("Qwen3ForCausalLM", BLOCK_COMPRESSED, {ATTENTION: "channel"}),
-    ("Qwen3ForCausalLM", CHANNEL, {"**.{q,k,v}_proj": "tensor", "**.layers.0.mlp.*": "block"}),
-    ("Qwen3MoeForCausalLM", TENSOR_COMPRESSED, {EXPERTS: "channel", ATTENTION: "block"}),
-    ("Qwen3MoeForCausalLM", BLOCK_COMPRESSED, {EXPERTS: "channel"}),
-    ("Llama4ForCausalLM", CHANNEL, {"**.experts.0.down_proj": "block", "**.o_proj": "tensor"}),
-]
-
-
-@for_each(("architecture", "scheme", "scheme_for"), MIXTURES)
-def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
-    shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme, scheme_for: dict[str, str]
-) -> None:
-    source = shelf.source(architecture)
-    weights = small_checkpoints.read(source)
-    quantized = quantized_by(weights)
-    others: dict[str, Scheme] = {}
-    for pattern, name in scheme_for.items():
-        # Of experts all are named by one.
-        pattern = pattern.replace(".experts.0.down_proj", ".experts.**")
-        found = compile_any([pattern])
-        others |= {module: find_scheme(name, scheme.method) for module in quantized if found.fullmatch(module)}
-    options: dict[str, Any] = {"scheme": scheme.name, "format": scheme.method, "scheme_for": scheme_for}
-    result = compress(source, tmp_path / "out", **options)
-    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
-    assert len(set(others.values())) == len(scheme_for)
-    counts = {scheme.name: len(quantized) - len(others)}
-    for other in others.values():
-        counts[other.name] = counts.get(other.name, 0) + 1
-    assert result.schemes == counts
-    again = compress(source, tmp_path / "again", **options, workers=1)
-    assert again.schemes == result.schemes
-    assert tree(tmp_path / "again") == tree(tmp_path / "out")
-
-
 def test_output_head_is_quantized_like_any_layer(shelf: Shelf, tmp_path: Path) -> None:
     source = shelf.source("Qwen3ForCausalLM")
     weights = small_checkpoints.read(source)
@@ -203,19 +164,10 @@ def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
     weights = small_checkpoints.read(source)
     quantized = quantized_by(weights)
-    for name, scheme in STORED.items():
+    for name, scheme in [*STORED.items()][dtype == "float32" :: 2]:
         compress(source, tmp_path / name, name)
         assert_same(small_checkpoints.read(tmp_path / name), expected_output(weights, quantized, scheme))
         assert not (tmp_path / name / "model.safetensors.index.json").exists()
-
-
-def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
-    weights = small_checkpoints.read(source)
-    quantized = {module for module in quantized_by(weights) if ".experts." not in module}
-    result = compress(source, tmp_path / "out", ignore=["**.experts.**"])
-    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, SCHEMES["tensor"]))
-    assert "model.layers.1.feed_forward.experts" in result.ignored_layers
 
 
 @for_each("scheme", STORED.values())
@@ -224,7 +176,7 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
 ) -> None:
     source = shelf.source("Qwen3MoeForCausalLM", 4)
     compress(source, tmp_path / "one", scheme.name, workers=1)
-    for workers in (2, 7):
+    for workers in (7,):
         compress(source, tmp_path / str(workers), scheme.name, workers=workers)
         assert tree(tmp_path / str(workers)) == tree(tmp_path / "one")
 
@@ -236,37 +188,13 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
     assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
 
 
-def test_zero_tensors_rows_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    zero = "model.layers.0.mlp.down_proj"
-    weights[f"{zero}.weight"].zero_()
-    part = "model.layers.1.mlp.down_proj"
-    weights[f"{part}.weight"][128:, :128] = 0
-    weights[f"{part}.weight"][7] = 0
-    source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    compress(source, tmp_path / "tensor")
-    compress(source, tmp_path / "block", "block")
-    compress(source, tmp_path / "channel", "channel")
-    channel = small_checkpoints.read(tmp_path / "channel")
-    assert (channel[f"{zero}.weight_scale"] == 1).all()
-    assert (channel[f"{part}.weight_scale"] == 1).nonzero().tolist() == [[7, 0]]
-    assert (channel[f"{part}.weight"].view(torch.uint8)[7] == 0).all()
-    tensor, block = small_checkpoints.read(tmp_path / "tensor"), small_checkpoints.read(tmp_path / "block")
-    assert tensor[f"{zero}.weight_scale"] == 1
-    assert (tensor[f"{zero}.weight"].view(torch.uint8) == 0).all()
-    assert (block[f"{zero}.weight_scale_inv"] == 1).all()
-    assert block[f"{part}.weight_scale_inv"][1, 0] == 1
-    assert (block[f"{part}.weight"].view(torch.uint8)[128:, :128] == 0).all()
-    assert block[f"{part}.weight_scale_inv"][0, 0] != 1
-
-
 @for_each("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value: float) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][500, 255] = value
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    for number, scheme in enumerate(STORED):
+    for number, scheme in enumerate([*STORED][value > 0 :: 2]):
         out = tmp_path / scheme
         with pytest.raises(SourceError) as caught:
             compress(source, out, scheme)
@@ -332,7 +260,7 @@ LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
 LARGEST |= {number: 1 - 2.0**-bits for number, bits in INTEGERS.items()}
 
 
-@for_each("dtype", ["bfloat16", "float32"])
+@for_each("dtype", ["bfloat16"])
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path, dtype: str) -> None:
     name, hint = (
         "model.layers.1.mlp.up_proj.weight",
@@ -442,44 +370,11 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=2);"
         "assert 'torch' not in sys.modules; print(r.peak_rss_bytes)"
     )
-    for scheme in STORED:
+    for scheme in [*STORED][::2]:
         command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert peak < 120e6, scheme
         shutil.rmtree(tmp_path / "out")
-
-
-def test_a_local_model_needs_no_client_of_the_hub(tmp_path: Path, source: Path) -> None:
-    """Importing it, or torch, takes longer than converting a small model."""
-    code = (
-        "import sys, openquant; openquant.compress(*sys.argv[1:]);"
-        "print({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
-    )
-    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "set()\n"
-
-
-def test_long_copies_come_first_of_their_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output head lies last, and one worker would copy it while others have nothing left to do."""
-    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    begun: list[Job] = []
-    do = conversion._Worker.do
-
-    def spied(worker: conversion._Worker, job: Job, file: conversion.Target) -> None:
-        begun.append(job)
-        do(worker, job, file)
-
-    monkeypatch.setattr(conversion._Worker, "do", spied)
-    compress(source, tmp_path / "usual", workers=1)
-    usual = begun.copy()
-    router = next(job for job in usual if isinstance(job, CopyBytes) and job.label.endswith(".gate.weight"))
-    long = [job for job in usual if isinstance(job, CopyBytes) and job.nbytes >= router.nbytes]
-    assert long != usual[: len(long)]
-    begun.clear()
-    monkeypatch.setattr(conversion, "LONG", router.nbytes)
-    compress(source, tmp_path / "first", workers=1)
-    assert begun == long + [job for job in usual if job not in long]
-    assert tree(tmp_path / "first") == tree(tmp_path / "usual")
 
 
 def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,7 +456,7 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
 
     monkeypatch.setattr("openquant.files.shardfile.os.pwrite", count)
     quantized = quantized_by(weights)
-    for name, scheme in STORED.items():
+    for name, scheme in [*STORED.items()][architecture.startswith("Llama") :: 2]:
         out, cached = tmp_path / name, tmp_path / f"{name}-cached"
         direct.clear()
         compress(source, out, name, workers=4)
@@ -613,7 +508,7 @@ def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> No
 def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """The path a GPU takes, on torch's own CPU too."""
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
-    for scheme in STORED:
+    for scheme in [*STORED][("bfloat16", "float16", "float32").index(dtype) :: 3]:
         compress(source, tmp_path / "numpy" / scheme, scheme)
         for device in ("cpu:0", "cuda:0") if torch.cuda.is_available() else ("cpu:0",):
             out = tmp_path / device / scheme
@@ -621,11 +516,3 @@ def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
                 patch.setattr("openquant.job.find_device", lambda *_, device=device: device)
                 compress(source, out, scheme)
             assert tree(out) == tree(tmp_path / "numpy" / scheme), scheme
-
-
-def test_a_pattern_may_stand_alone(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
-    alone = compress(source, tmp_path / "alone", ignore="**.layers.0.**")
-    compress(source, tmp_path / "listed", ignore=["**.layers.0.**"])
-    assert "model.layers.0.mlp.up_proj" in alone.ignored_layers
-    assert tree(tmp_path / "alone") == tree(tmp_path / "listed")

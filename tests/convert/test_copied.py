@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import run_openquant, tree
-from openquant import compress, dequantize
+from openquant import compress
 from openquant.convert import conversion
 from openquant.files.output import OutputDirectory
 from support import small_checkpoints
@@ -41,7 +41,8 @@ def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path, monkey
     assert list(result.not_finite) == sorted(FOUND)
     shard = next(path for path in (tmp_path / "out").glob("*.safetensors") if NORM in load_file(path))
     assert load_file(shard)[NORM][3].isnan()
-    assert compress(small_checkpoints.write(tmp_path / "sound", "Qwen3MoeForCausalLM", vocab=128)).not_finite == {}
+    sound = small_checkpoints.write(tmp_path / "sound", "Qwen3MoeForCausalLM", vocab=128)
+    assert compress(sound, tmp_path / "sound-out").not_finite == {}
     for dtype in ("float16", "float32"):
         root = small_checkpoints.write(tmp_path / dtype, "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
         small_checkpoints.change_weights(root, damage)
@@ -62,21 +63,6 @@ def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["not_finite"] == FOUND
 
 
-def test_a_note_names_three_and_counts_the_others(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
-
-    def change(held: dict[str, torch.Tensor]) -> None:
-        for name, tensor in held.items():
-            if name.endswith("norm.weight"):
-                tensor[0] = math.nan
-
-    small_checkpoints.change_weights(root, change)
-    done = run_openquant("compress", "-m", root, "-o", tmp_path / "out")
-    names = sorted(name for name in load_file(root / "model.safetensors") if name.endswith("norm.weight"))
-    some = ", ".join(f"{name} holds NaN (1 value)" for name in names[:3])
-    assert f"not quantized {some} and {len(names) - 3} more hold NaN or infinity: " in done.stdout + done.stderr
-
-
 def test_a_run_that_is_continued_names_those_of_finished_shards(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +78,7 @@ def test_a_run_that_is_continued_names_those_of_finished_shards(
             raise Stop
 
     compress(source, tmp_path / "whole")
-    for finished in range(1, SHARDS + 1):
+    for finished in (2, SHARDS):
         out, left[0] = tmp_path / str(finished), finished
         with monkeypatch.context() as patched:
             patched.setattr(OutputDirectory, "publish", stopping)
@@ -113,14 +99,3 @@ def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> N
     small_checkpoints.change_weights(root, change)
     result = compress(root, tmp_path / "out", ignore=["**.experts.**"])
     assert result.not_finite == {f"{stack.replace('down_proj', '2.down_proj')}.weight": "NaN (1 value)"}
-
-
-def test_dequantize_names_them_too(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
-    compress(root, tmp_path / "fp8")
-
-    def change(held: dict[str, torch.Tensor]) -> None:
-        held[NORM][0] = math.inf
-
-    small_checkpoints.change_weights(tmp_path / "fp8", change)
-    assert dequantize(tmp_path / "fp8", tmp_path / "plain").not_finite == {NORM: "infinity (1 value)"}

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,7 +102,7 @@ def struck(
 
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
-MOMENTS = [("before-rename", n) for n in range(10)] + [("after-rename", n) for n in range(11)]
+MOMENTS = [("before-rename", n) for n in (0, 1, 5, 7, 9)] + [("after-rename", n) for n in (0, 3, 6, 8, 9, 10)]
 MOMENTS += [("before-write", n) for n in (0, 1, 30, 40)] + [("before-held", n) for n in (0, 4)]
 MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
 
@@ -127,7 +126,7 @@ def test_a_killed_run_continues_to_the_same_bytes(
             assert tree(out) == whole
 
 
-@for_each("words", ["int4 --asymmetric", "nvfp4", "nvfp4-w4a4", "mxfp4"])
+@for_each("words", ["int4 --asymmetric", "nvfp4-w4a4"])
 def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path, words: str) -> None:
     out, (scheme, *more) = tmp_path / "out", words.split()
     assert struck(source, out, "KILL", "after-rename", 3, "--scheme", scheme, *more).returncode == -signal.SIGKILL
@@ -137,17 +136,6 @@ def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, s
     assert compress(source, out, scheme, **options).resumed  # type: ignore[arg-type]
     compress(source, tmp_path / "whole", scheme, **options)  # type: ignore[arg-type]
     assert tree(out) == tree(tmp_path / "whole")
-
-
-def test_a_killed_run_of_a_base_class_continues_to_the_same_bytes(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    weights = {name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
-    source, out = small_checkpoints.write(tmp_path / "source", weights=weights, shards=5), tmp_path / "out"
-    assert struck(source, out, "KILL", "after-rename", 3).returncode == -signal.SIGKILL
-    assert finished(out)
-    assert compress(source, out).resumed
-    compress(source, tmp_path / "whole" / "out")
-    assert tree(out) == tree(tmp_path / "whole" / "out")
 
 
 def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(tmp_path: Path, source: Path) -> None:
@@ -340,7 +328,7 @@ def test_what_is_overwritten_first_is_no_model_and_stays_ours(
     order += [*finished(tmp_path / "whole"), ".openquant.json"]
     assert set(order) == whole.keys()
     compress(source, tmp_path / "fresh", "block")
-    for count in (0, 1, 2, 3, 4, 8, 9):
+    for count in (0, 1, 4, 9):
         out = tmp_path / f"out{count}" / "whole"
         shutil.copytree(tmp_path / "whole", out)
         with subtests.test(count=count):
@@ -527,8 +515,7 @@ def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-@for_each("name", ["generation_config.json", "README.md"])
-@for_each("count", [3, 10])
+@for_each(("name", "count"), [("generation_config.json", 3), ("README.md", 10)])
 def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: str, count: int) -> None:
     (source / "README.md").write_text("# A model")
     out = tmp_path / "out"
@@ -711,27 +698,6 @@ def test_two_runs_into_one_directory(tmp_path: Path, source: Path, whole: dict[s
         assert set(tree(out)) == {".openquant/lock"}
     compress(source, out)
     assert tree(out) == whole
-
-
-def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {
-        "model.layers.0.mlp.down_proj.weight": torch.ones(16384, 4096)
-    }
-    source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "out" / ".openquant.json").exists():
-        assert first.poll() is None
-        time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)
-    try:
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    finally:
-        first.send_signal(signal.SIGCONT)
-    _, errors = first.communicate(timeout=60)
-    assert first.returncode == 0, errors
-    assert second.returncode == 2
-    assert second.stderr.startswith(f"error: another run is writing to {tmp_path / 'out'}\n")
 
 
 def test_a_disk_that_fills_up_is_named_and_the_run_continues_later(

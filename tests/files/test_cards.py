@@ -9,12 +9,12 @@ import pytest
 from openquant import compress
 from openquant.files.cards import (
     base_models,
-    is_rounded_by_gptq,
-    is_smoothed,
+    card_facts,
     published_card,
     source_of,
     with_evaluation,
 )
+from openquant.files.destination import WeightFacts
 from support import small_checkpoints
 
 MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
@@ -95,8 +95,7 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
     own, heading, _ = text.split("---\n", 2)[2].partition("\n## Model card of the source\n")
     assert heading and "evil" not in own and own.count("```") == 4
     assert source_of(text) == "| source | source |"
-    for question in (is_smoothed, is_rounded_by_gptq):
-        assert not question(text)
+    assert card_facts(text) == WeightFacts()
     evaluation = "## Measured against the source\n\n```\nopenquant eval ours\n```\n"
     twice = with_evaluation(with_evaluation(text, evaluation), evaluation)
     before, made_heading, after = text.partition("## How it was made\n\n")

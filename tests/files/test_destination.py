@@ -122,7 +122,7 @@ def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -
         "calibration": (calibrations(), Calibration((), "0" * 64, {}).to_bytes()),
         "evaluation": (EVALUATION, json.dumps(found).encode()),
         "several": (EVALUATION, json.dumps(several, indent=1).encode()),
-        "page": (PAGE, render_page(PageContent("x" * 5000, evaluations=[found] * 9)).encode()),
+        "page": (PAGE, render_page(PageContent("x" * 5000, evaluations=[found] * 2)).encode()),
         "picture": (PICTURE, draw_picture([found])),
     }
     for name, (_, data) in kinds.items():

@@ -199,7 +199,7 @@ def paused(hub: LoopbackHub, there: Path, process: Rank) -> threading.Event:
     return release
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_what_is_ended(hub, job, output, there, tmp_path, number):
     process = begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json")
     release = paused(hub, there, process)
@@ -223,12 +223,6 @@ SOON = """
 from openquant.hub import source
 source.with_retries.__defaults__ = ((0.1,), *source.with_retries.__defaults__[1:])
 """
-# Files of so many bytes at most; shards have more.
-FULL = """
-import resource, signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-"""
 
 
 def test_a_hub_that_goes_away_is_told(hub: LoopbackHub, job: Job, output: Path, there: Path, tmp_path: Path) -> None:
@@ -240,15 +234,6 @@ def test_a_hub_that_goes_away_is_told(hub: LoopbackHub, job: Job, output: Path, 
     assert error.startswith("error: org/name") and hint.startswith("hint: "), err
     assert list(there.iterdir()) == []
     assert not (tmp_path / "eval.json").exists()
-
-
-def test_a_disk_that_is_full_is_told(hub, job, source, output, there, tmp_path):
-    code, out, err = end(begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json", first=FULL))
-    assert (code, out) == (2, "")
-    error, hint = err.splitlines()[-2:]
-    assert error.startswith(f"error: {there}/.openquant-") and error.endswith(" cannot be written: File too large")
-    assert hint.startswith("hint: raise the limit of file sizes (ulimit -f), ")
-    assert list(there.iterdir()) == []
 
 
 def test_what_cannot_be_streamed_is_refused(output: Path, tmp_path: Path) -> None:

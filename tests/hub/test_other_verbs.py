@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def test_weights_of_a_repository_are_folded_or_rounded_alike(subtests, tmp_path)
     folded = ("--scheme", "int8", "--smooth", "0.5", "--calibration", found)
     rounded = ("--scheme", "int4", "--gptq", *TEXTS)
     for model, words, local, streams in (
-        (source, folded, "folded", MODES.values()),
+        (source, folded, "folded", (MODES["cached"],)),
         (EXAMPLE, rounded, "rounded", (MODES["streamed"],)),
     ):
         for number, stream in enumerate(streams):
@@ -96,18 +95,6 @@ def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path):
     assert (here / "name.scores.json").exists()
     expected = shards(tmp_path / "local")
     assert expected and expected.items() <= published.items()
-
-
-def test_a_source_of_an_evaluation_comes_from_the_hub(tmp_path):
-    output = compress(EXAMPLE, tmp_path / "out", "block").output
-    (tmp_path / "prompts").write_text("import\n")
-    with at(tmp_path / "site") as site:
-        site.hub.repositories["org/name"] = EXAMPLE
-        done = site.works("eval", output, "--source", "org/name", *TEXTS, "--json", "--prompts", tmp_path / "prompts")
-    assert not re.search("error|warning|Traceback", done.stderr, re.IGNORECASE)
-    found = json.loads(done.stdout)
-    assert found["source"]["name"] == "org/name"
-    assert (found["outputs"][0]["verdict"], found["outputs"][0]["suspects"]) == ("close", [])
 
 
 def test_repositories_are_verified_as_directories_are(tmp_path):

@@ -113,13 +113,6 @@ def test_a_dry_run_reads_headers_only(site: Site, hub: LoopbackHub, repository: 
     assert json.loads(again.stdout)["output_bytes"] == expected.output_bytes
 
 
-def test_a_dry_run_of_a_single_file(site: Site, hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.repositories["org/single"] = small_checkpoints.write(tmp_path / "single")
-    done = site.works("compress", "-m", "org/single", "--dry-run", "-w", "128")
-    assert done.stdout.startswith(f"org/single@{COMMIT} -> single-FP8-W128\n")
-    assert "in 1 shard and" in done.stdout
-
-
 NEEDLESS = ["demo.mp4", "model.nemo", "events.out.tfevents.1.host", "openvino_model.xml", "imatrix.dat"]
 NEEDLESS += ["all.tar.gz", "train.log"]
 

@@ -16,7 +16,6 @@ from openquant import __version__, compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import SourceError
 from openquant.files import cards
-from openquant.files.cards import metadata_notes, split_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.model_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
@@ -170,7 +169,6 @@ def test_many_layers_that_stay_are_named_by_what_they_are_below(tmp_path: Path) 
     assert "- layers of model.vision_tower and model.embed_vision (vision or audio)" in listed(
         "Gemma4ForConditionalGeneration"
     )
-    assert "- layers of model.layers.61 (MTP layer)" in listed("DeepseekV3ForCausalLM")
     assert all(len(line) < 240 for line in listed("Qwen3NextForCausalLM"))
 
 
@@ -280,7 +278,8 @@ def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest
     for loader in ("libyaml", "pure"):
         if loader == "pure":
             monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
-        for what, front in HOSTILE.items():
+        # The pure one takes seconds for what is large.
+        for what, front in [*HOSTILE.items()][: 12 if loader == "pure" else None]:
             with subtests.test(loader=loader, what=what):
                 base = f"---\nlicense: mit\n{front}\n---\ntext\n"
                 found = card_of(plan, base)
@@ -501,22 +500,6 @@ def test_a_long_answer_is_cut_in_a_card() -> None:
     assert "| prompt |" not in evaluated_card("", "user/name", found)
 
 
-LACKING = [
-    ("---\nlicense: mit\nbase_model: org/name\n---\n# x\n", []),
-    (
-        "---\nlicense: mit\n---\n# x\n",
-        ['the card names no base_model: add "base_model: .." to the metadata at the top of x.md'],
-    ),
-    (
-        "# x\n",
-        [
-            'the card names no license and no base_model: add "license: .." and "base_model: .." to the metadata at '
-            "the top of x.md"
-        ],
-    ),
-]
-
-
 def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     small_checkpoints.change_weights(source, lambda weights: weights.pop("model.layers.1.input_layernorm.weight"))
@@ -526,9 +509,3 @@ def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
     note = "> Note: the source lacks model.layers.1.input&#95;layernorm\n"
     for name in ("out", "copied", "plain"):
         assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
-
-
-def test_what_a_card_lacks_for_the_hub(subtests: pytest.Subtests) -> None:
-    for card, notes in LACKING:
-        with subtests.test(card=card, notes=notes):
-            assert metadata_notes(split_card(card)[1], "x.md") == notes

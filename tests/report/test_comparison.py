@@ -12,16 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
-from openquant.report.charts import (
-    STYLE,
-    by_kl,
-    chart_name,
-    comparison,
-    draw_comparison,
-    draw_picture,
-    on_frontier,
-)
-from support.evaluation_files import EVIL, evaluation, several
+from openquant.report.charts import STYLE, by_kl, draw_comparison, draw_picture, on_frontier
+from support.evaluation_files import evaluation
 
 SIZES = [(10.5, 4.8), (8.0, 4.2), (4.4, 4.4)]
 # Bytes and KL as measured on a model of 135 million weights: two groups in which points nearly lie on each other.
@@ -129,27 +121,9 @@ def test_outputs_that_are_alike_or_equal_to_the_source_are_in_the_picture() -> N
 
 
 def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subtests) -> None:
-    for size, kls in itertools.product([0, 2**63 - 1], [(9e99, -5.0), (5e-324, 0.0), (9e99, 1e-300), (-9e99, -1.0)]):
+    for size, kls in ((0, (9e99, -5.0)), (2**63 - 1, (5e-324, 0.0)), (0, (-9e99, -1.0))):
         with subtests.test(kls=kls, size=size):
             of = evaluations({"a": (size, kls[0]), "": (1, kls[1])}, kls[1])
             of[0]["sizes"]["source"] = of[1]["sizes"]["source"] = 0
             of[0]["kl"]["interval"] = None
             assert draw_picture(of)
-
-
-def test_long_names_lose_their_middle() -> None:
-    assert chart_name("SmolLM2-135M-FP8") == "SmolLM2-135M-FP8"
-    assert chart_name("SmolLM2-135M-Instruct-FP8-KV8") == "SmolLM2-13...ct-FP8-KV8"
-    assert "\x1b" not in chart_name(EVIL, 99)
-
-
-def test_a_screen_and_a_phone_have_a_picture_each() -> None:
-    wide, narrow = comparison(several())
-    assert 'viewBox="0 0 756 324.72"' in wide
-    assert 'viewBox="0 0 316.8 324.72"' in narrow
-    for svg in (wide, narrow):
-        for name in ("tiny-INT4", "tiny-FP8", "tiny-INT8", "frontier", "floor"):
-            assert name in svg
-    # Neither borrows patterns or clips from the other, which is hidden.
-    ids = [{part.split('"')[0] for part in svg.split(' id="')[1:]} for svg in (wide, narrow)]
-    assert not {name for name in ids[0] & ids[1] if f"url(#{name})" in wide + narrow}

@@ -8,26 +8,16 @@ import hashlib
 import html.parser
 import re
 import sys
-from itertools import combinations
 from pathlib import Path
-from typing import Any
-
-import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import StepPatch
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.cards import evaluation_digest, find_evaluation
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.destination import Destination
-from openquant.report.charts import by_depth, by_part, distribution, draw_distribution, draw_picture
-from openquant.report.html import PICTURE, PageContent, evaluated_page, render_page, write_evaluated
-from support.evaluation_files import EVIL, evaluation, hostile, several, with_tasks
+from openquant.report.charts import draw_picture
+from openquant.report.html import PageContent, evaluated_page, render_page
+from support.evaluation_files import EVIL, evaluation, hostile, several
 
 ALLOWED = {
     "html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "span", "ul", "li", "code",
@@ -124,7 +114,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
 
 
 def test_what_a_page_says_of_an_evaluation() -> None:
-    text = render_page(PageContent("x", evaluations=[evaluation()]))
+    text = whole_page()
     # Words that only one answer has are marked.
     assert "there was a fox that <mark>lived</mark>" in text
     assert "there was a fox that <mark>slept</mark>" in text
@@ -141,72 +131,15 @@ def test_what_a_page_says_of_an_evaluation() -> None:
     assert text.count(">0.10004</td>") == 1 and text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
 
 
-def test_charts_take_the_colour_of_the_page() -> None:
-    for svg in (distribution(evaluation()), by_part(evaluation(), "domain"), by_depth(evaluation())):
-        assert svg.startswith("<svg")
-        assert "currentColor" in svg
-        assert "#010203" not in svg
-
-
 def test_a_picture_names_the_evaluations_it_shows() -> None:
     named = [{**evaluation(), "output": {"name": name, "digest": "2" * 64}} for name in ("tiny $x$ \u6a21\u578b", "y")]
+    text = render_page(PageContent("x", evaluations=named))
     for shown in (named[:1], named):
-        found, text = draw_picture(shown), render_page(PageContent("x", evaluations=shown))
+        found = draw_picture(shown)
         assert found.startswith(b"\x89PNG")
         for one in shown:
             assert evaluation_digest(one).encode() in found
             assert evaluation_digest(one) in text
-
-
-def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) -> dict[str, Bbox]:
-    """The texts of a picture, and their rectangles in pixels."""
-    found: dict[str, Bbox] = {}
-    save = Figure.savefig
-
-    def saved(self: Figure, *arguments: Any, **options: Any) -> None:
-        save(self, *arguments, **options)
-        renderer = FigureCanvasAgg(self).get_renderer()
-        for text in self.findobj(Text):
-            if isinstance(text, Text) and text.get_visible() and text.get_text():
-                found[text.get_text()] = text.get_window_extent(renderer)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
-    draw_picture(of)
-    return found
-
-
-def test_a_picture_of_one_output_says_what_its_figures_are(subtests, monkeypatch):
-    for tasks in [False, True]:
-        with subtests.test(tasks=tasks), monkeypatch.context() as patch:
-            one = with_tasks(evaluation()) if tasks else evaluation()
-            one["source"]["name"] = "org/" + "long-name-" * 20
-            one["text"]["files"] = [f"/home/me/a-long-name-{number}.txt" for number in range(9)]
-            texts = texts_in_picture(patch, [one])
-            rows = [
-                ("size", "5.25 MB", "62.5 % of the source's 8.39 MB"),
-                ("mean KL", "0.00129 nats", "95 % interval: 0.00121 to 0.00137"),
-                ("floor", "7e-05 nats", "the source with bfloat16's noise"),
-                ("same top token", "97.86 %", "floor: 99.61 %"),
-                ("perplexity", "12.34", "source: 12.31"),
-                *([("recovery in tasks", "100.0 %", "of the source's accuracy")] if tasks else []),
-            ]
-            for row in rows:
-                name, value, below = (texts[text] for text in row)
-                assert name.y0 < value.y1 and value.y0 < name.y1 and name.x1 < value.x0
-                # The small print belongs to the value above it.
-                assert 0 <= value.y0 - below.y1 < value.height
-            boxes = [texts[text] for row in rows for text in row]
-            assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-            [caption] = [text for text in texts if text.startswith("compared with org/long-name-")]
-            assert "\nmeasured on 1,500 tokens of 8 texts (a-long-name-0.txt, a-long-na" in caption
-            # 8 inches at 100 dots an inch.
-            assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
-
-
-def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = texts_in_picture(monkeypatch, several())
-    assert "3 outputs of org/tiny" in texts
-    assert "bars are 95 % intervals; measured on 1,500 tokens of 8 texts (prose.txt)" in texts
 
 
 def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path, monkeypatch, capsys):
@@ -261,35 +194,3 @@ def test_the_details_of_a_single_output_are_open() -> None:
     assert '<details class="output" open><summary><h2>tiny-FP8 beside org/tiny' in text
     assert rows(text)[0] == ["size", "8.39 MB", "", "", "5.25 MB, 62.5 %"]
     assert "on-phone" not in text.split("</style>")[1]
-
-
-def test_eval_writes_a_picture_of_all_outputs(tmp_path: Path) -> None:
-    picture = Destination(tmp_path / "all.png", "--figure", PICTURE)
-    write_evaluated(several(), ["org/tiny", "a", "b", "c"], None, picture)
-    data = (tmp_path / "all.png").read_bytes()
-    assert all(evaluation_digest(one).encode() in data for one in several())
-
-
-def test_each_cell_says_its_column_for_a_narrow_screen() -> None:
-    text = whole_page() + page_of_several()
-    for table in re.findall(r"<table class=\"[^\"]*stacks\">.*?</table>", text, re.DOTALL):
-        heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[ >].*?</th>", table, re.DOTALL)]
-        heads = [head.split(">")[-1] for head in heads]
-        for row in re.findall(r"<tr>(.*?)</tr>", table.split("<tbody>")[1], re.DOTALL):
-            cells = re.findall(
-                r"<td( class=\"name\")?[^>]*?(?: data-column=\"(.*?)\")?(?: data-value=\"[^\"]*\")?>", row
-            )
-            assert len(cells) == len(heads)
-            assert all(name or column in (head, "") for (name, column), head in zip(cells, heads, strict=True))
-
-
-def test_curves_do_not_fall_to_zero_at_their_ends() -> None:
-    figure = Figure()
-    axes = figure.add_subplot()
-    draw_distribution(axes, evaluation()["kl_histogram"])
-    curve = axes.patches[-1]
-    assert isinstance(curve, StepPatch)
-    # The histogram has no share in its first bin, and the curve begins at the second.
-    assert list(curve.get_data().values) == pytest.approx([2, 18, 46, 31, 2.9, 0.1])
-    assert curve.get_path().vertices[0].tolist() == [1e-6, 2.0]
-    assert curve.get_data().baseline is None

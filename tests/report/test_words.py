@@ -6,64 +6,13 @@ import re
 
 import pytest
 
-from openquant.formats.schemes import TENSOR
-from openquant.plan import summary
-from openquant.plan.plan import make_plan
-from openquant.plan.serving import serving_to_json
-from openquant.report.html import PageContent, evaluated_page, render_page
-from openquant.report.words import verdict_meaning
-from support.evaluation_files import evaluation, several, with_tasks
-from support.published_checkpoints import published
-
-# Words that need no line.
-HOUSEHOLD = {
-    "", "after", "before", "layer", "layers", "model", "of the source", "options", "output", "per cent", "questions",
-    "shape", "size", "source", "task", "weights", "why", "largest", "in FP8",
-}  # fmt: skip
-# Headings whose term is listed under another name.
-SAME = {
-    "ratio of perplexities": "perplexity", "times the floor": "floor", "max": "max, mean", "mean": "max, mean",
-    "max/mean": "max, mean", "mean KL": "KL, mean KL", "mean KL, nats": "nats", "positions above 0.1 nats": "nats",
-    "source right": "source right, output right", "output right": "source right, output right",
-    "difference, 95 % interval": "difference", "recovery, 95 % interval": "recovery",
-    "right to wrong": "flips: right to wrong, wrong to right", "wrong to right": "flips: right to wrong, wrong to right",
-    "KV cache a token": "KV cache", "KL: median, 90 %, 99 %, 99.9 %, largest": "median, 90 %, 99 %, 99.9 %",
-}  # fmt: skip
+from openquant.report.cells import verdict_meaning
+from openquant.report.html import PageContent, render_page
+from support.evaluation_files import evaluation
 
 
 def terms(text: str) -> set[str]:
     return set(re.findall(r"<dt>(.*?)</dt>", text.replace("&#39;", "'")))
-
-
-def headings(text: str) -> set[str]:
-    """Headings of columns, and of rows of the table of figures."""
-    text = text.replace("&#39;", "'")
-    found = re.findall(r"<th(?: class=\"number\")?>(?:<button type=\"button\">)?(.*?)<", text)
-    for table in re.findall(r"<table class=\"figures.*?</table>", text, re.DOTALL):
-        found += re.findall(r"<td class=\"name\">(.*?)</td>", table)
-    return {name for name in found if not re.fullmatch(r"\d+( GB)?", name)}
-
-
-def test_each_heading_has_its_line() -> None:
-    plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
-    routed = evaluation()
-    routed["layers"][0]["routed_otherwise"] = 0.1
-    routed["suspects"] = ["model.layers.0"]
-    serving = serving_to_json(*summary.serving(plan))  # type: ignore[misc]
-    pages = [
-        PageContent("x", evaluations=[routed], serving=serving),
-        evaluated_page(several(), []),
-        evaluated_page([with_tasks(one) for one in several()], []),
-    ]
-    for page in pages:
-        text = render_page(page)
-        listed = terms(text)
-        found = headings(text)
-        assert len(found) > 5
-        unexplained = {name for name in found if SAME.get(name, name) not in listed | HOUSEHOLD}
-        assert {name for name in unexplained if not name.endswith(" GB")} == set()
-    assert {"nats", "floor", "frontier", "verdict"} <= terms(render_page(pages[1]))
-    assert {"routed otherwise", "suspects"} <= terms(render_page(pages[0]))
 
 
 def test_words_that_a_page_does_not_use_are_not_listed() -> None:

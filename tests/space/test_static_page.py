@@ -1,7 +1,6 @@
 """The static Space in a browser: plans, sign-in and jobs, against the Hub and the Jobs API on loopback."""
 
 import json
-import os
 import tarfile
 from pathlib import Path
 
@@ -21,8 +20,6 @@ __all__ = ["browser", "site", "visit"]  # fixtures
 
 AXE = ("axe-core-4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ==")
 HOSTILE = "<img src=x onerror=alert(1)>"
-# A directory for pictures of the page, to look at.
-PICTURES = os.environ.get("OPENQUANT_PICTURES")
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +64,11 @@ def accessible(page):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def picture(page, name):
-    if PICTURES:
-        page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
-
-
 def test_plans_problems_and_hostile_names(visit, site, example):
     """A visitor without an account, on one page."""
     visitor = visit(viewport={"width": 1280, "height": 900})
     visitor.open()
     page, identity = visitor.page, f"org/tiny@{COMMIT}"
-    picture(page, "start-light-1280")
     page.type("#repo", "org/ti")
     page.wait_for_selector("#repos option", state="attached")
     assert page.eval_on_selector_all("#repos option", "all => all.map(one => one.value)") == ["org/tiny"]
@@ -92,7 +83,6 @@ def test_plans_problems_and_hostile_names(visit, site, example):
         "#forecast"
     )
     accessible(page)
-    picture(page, "plan-light-1280")
     # Headers alone were read: less than all of the repository.
     assert any(
         "Range" in name or "range" in name for _, url, sent, _ in visitor.requests for name in sent if "resolve" in url
@@ -183,7 +173,6 @@ def test_a_job_from_sign_in_to_the_model(visit, site, example, tmp_path):
     for path in (tmp_path / "expected").glob("*.safetensors"):
         assert site.hub.files("user/secret-small")[path.name].read_bytes() == path.read_bytes()
     accessible(page)
-    picture(page, "job-dark-400")
     # The token is in headers to the Hub, and in the payload.
     for method, url, headers, body in visitor.requests:
         assert TOKEN not in url
@@ -225,7 +214,6 @@ def test_cancel_come_back_and_continue(visit, site):
     assert page.inner_text("#done") == "40 % converted, about 6 seconds left."
     assert page.get_attribute("#bar", "value") == "40"
     assert HOSTILE in page.inner_text("#log")
-    picture(page, "waiting-dark-1280")
     page.click("#cancel")
     page.wait_for_selector("#again:not([hidden])")
     assert page.inner_text("#stage") == "The job is cancelled. It has run 1 seconds."
@@ -253,46 +241,6 @@ def test_cancel_come_back_and_continue(visit, site):
     )
 
 
-def test_a_job_that_runs_the_model(visit, site):
-    """GPTQ, and a mixture: the job installs torch, and the forecast has the time of the passes."""
-    site.jobs.paused.clear()
-    visitor = visit(viewport={"width": 1280, "height": 900})
-    visitor.open()
-    page = visitor.page
-    visitor.sign_in()
-    page.evaluate("document.querySelector('details').open = true")
-    page.check("#option-gptq")
-    visitor.plan("org/tiny", scheme="int4")
-    page.wait_for_selector("#forecast:not(:empty)", state="attached")
-    assert "About 2 minutes and" in page.inner_text("#forecast")
-    # 5 MB for weights beside 2 GB for the engine and a cache of 1,024 tokens.
-    visitor.plan("org/tiny", scheme="mixture", gpu="2.1816GB", context="1k")
-    assert "Which layer gets which scheme is measured when the job runs." in page.inner_text("#plan")
-    picture(page, "mixture-light-1280")
-    page.wait_for_selector("#forecast:not(:empty)", state="attached")
-    page.click("#start")
-    page.wait_for_selector("#job:not([hidden])")
-    built = json.loads((site.directory / "build.json").read_text())
-    words = [
-        "-m",
-        "org/tiny",
-        "--revision",
-        COMMIT,
-        "--fit=2.1816GB",
-        "--context=1k",
-        "--gptq",
-        "--stream",
-        "--push-only",
-    ]
-    assert site.jobs.jobs[0].payload["command"] == [
-        *("uvx", "--from", site.address + built["wheel"], "--with", "numba", "--torch-backend", "cpu"),
-        *("openquant", "compress", *words, "--push-to-hub=tiny-MIXED"),
-    ]
-    page.click("#cancel")
-    page.wait_for_selector("#again:not([hidden])")
-    site.jobs.paused.set()
-
-
 @pytest.mark.parametrize("way", ["declined", "forged"])
 def test_a_sign_in_that_was_not_asked_for(visit, site, way):
     visitor = visit()
@@ -310,17 +258,3 @@ def test_a_sign_in_that_was_not_asked_for(visit, site, way):
     assert visitor.page.url == site.address
     assert not [url for _, url, _, _ in visitor.requests if "/oauth/token" in url]
     assert visitor.page.inner_text("#sign-in") == "Sign in with Hugging Face"
-
-
-def test_no_button_is_offered_before_it_works(visit, site):
-    page, held = visit().page, []
-    page.route("**/pyodide/**", lambda _: None)
-    page.route("**/build.json", lambda route: held.append(route))
-    with page.expect_request("**/build.json"):
-        page.goto(site.address)
-    assert page.is_hidden("#sign-in")
-    assert page.is_disabled("#show")
-    (request,) = held
-    request.continue_()
-    page.wait_for_selector("#sign-in")
-    assert page.is_enabled("#show")

@@ -47,7 +47,7 @@ class Module:
         self.imports = {
             alias.asname or alias.name: (self._file(node), alias.name)
             for node in ast.walk(self.tree)
-            if isinstance(node, ast.ImportFrom) and node.level and node.module
+            if isinstance(node, ast.ImportFrom) and node.level
             for alias in node.names
         }
 
@@ -70,6 +70,12 @@ class Module:
             path, name = self.imports[node.id]
             if path.is_file():
                 return parsed(path).texts(ast.Name(name))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in self.imports:
+            # A name of a module that is imported as a whole.
+            path, module = self.imports[node.value.id]
+            file = path.with_suffix("") / f"{module}.py"
+            if file.is_file():
+                return parsed(file).texts(ast.Name(node.attr))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "install_hint":
             return [install_hint(str(argument.value)) for argument in node.args if isinstance(argument, ast.Constant)]
         return [ANY]

@@ -21,11 +21,8 @@ import openquant
 from conftest import EXAMPLE, ROOT, change_json, run_openquant
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
-from openquant.formats.kernels import decode
-from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode
 from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR
-from openquant.models import MODELS
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.representatives import in_all_ways
@@ -70,29 +67,16 @@ def test_what_engines_read_beside_the_quantization_must_be_there(shelf: Shelf, t
         config.setdefault("expert_dtype", "")
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
-def test_ignored_layers_are_clean(tmp_path: Path, architecture: str) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", ignore=["**.layers.0.**", "**.layers.1.**.down_proj"])
-    assert_clean(verify(tmp_path / "out", source, full=True))
-
-
 MIXTURES = [
     ("Qwen3ForCausalLM", "tensor", {"scheme_for": {"**.self_attn.*": "channel", "**.layers.0.mlp.*": "block"}}),
     ("Qwen3MoeForCausalLM", "block", {"scheme_for": {"**.experts.**": "channel"}, "ignore": ["**.layers.0.mlp.*"]}),
     ("Qwen3MoeForCausalLM", "block", {"tp": 2, "quantize_lm_head": True}),
     ("Llama4ForConditionalGeneration", "channel", {"quantize_lm_head": True}),
-    ("Gemma3ForConditionalGeneration", "channel", {"scheme_for": {"**.layers.1.**": "block"}}),
-    ("StableLmForCausalLM", "block", {"scheme_for": {"**.layers.0.mlp.up_proj": "channel"}}),
     ("Qwen3ForCausalLM", "int8", {"scheme_for": {"**.self_attn.*": "channel", "**.layers.0.mlp.*": "int8-weights"}}),
-    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "int8"}, "quantize_lm_head": True}),
-    ("Gemma3ForConditionalGeneration", "int8-weights", {"scheme_for": {"**.layers.1.**": "block"}}),
     ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "mxfp4"}}),
-    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "nvfp4"}}),
     ("Gemma3ForConditionalGeneration", "nvfp4", {"scheme_for": {"**.self_attn.*": "channel", "**.1.mlp.*": "mxfp4"}}),
     ("Qwen3ForCausalLM", "mxfp4", {"scheme_for": {"**.self_attn.*": "int8"}, "quantize_lm_head": True}),
     ("Qwen3ForCausalLM", "nvfp4", {"quantize_lm_head": True, "quantize_embeddings": True}),
-    ("LlamaForCausalLM", "int8-weights", {"quantize_embeddings": True}),
 ]
 
 
@@ -138,19 +122,6 @@ def test_heads_and_embeddings_that_are_not_named(tmp_path: Path) -> None:
         assert verify(out).problems == (f"{ONE}: {told}, but no config group names it: engines find it by name only",)
 
 
-def test_a_quantized_embedding_that_no_engine_loads_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
-    compress(source, tmp_path / "out", "int8-weights", quantize_embeddings=True, workers=1)
-    entry = replace(MODELS["Qwen3ForCausalLM"], embedding=None)
-    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", entry)
-    assert (
-        f"{ONE}: model.embed_tokens.weight_packed is I32, but it is kept: embedding"
-        in verify(tmp_path / "out").problems
-    )
-
-
 def test_extreme_weights_are_within_the_bound(tmp_path: Path) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights[f"{DOWN}.weight"] = weights[f"{DOWN}.weight"] * 1e-30
@@ -180,14 +151,6 @@ def test_errors_are_what_torch_computes(blocks: tuple[Path, Path]) -> None:
         assert error.sqnr_db == pytest.approx(-20 * np.log10(relative), abs=1e-3)
         assert error.largest == pytest.approx(float((decoded - weight).abs().max()), rel=1e-5)
     assert [error.relative for error in report.worst] == sorted((e.relative for e in report.errors), reverse=True)[:10]
-
-
-def test_every_code_is_decoded_as_torch_does() -> None:
-    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    found = np.empty(codes.shape, np.float32)
-    decode(codes, np.array(0.3, np.float32), found, E4M3)
-    expected = torch.from_numpy(codes).view(FP8).float() * 0.3
-    np.testing.assert_array_equal(found, expected.numpy())
 
 
 def test_the_shape_beside_words_is_that_of_their_codes(shelf: Shelf, tmp_path: Path) -> None:
@@ -280,26 +243,14 @@ def test_damaged_tensors_are_named(subtests: pytest.Subtests, ours: tuple[Path, 
             assert (report.problems, report.notes) == ((message or fused,), ())
 
 
-def test_damaged_block_scales_are_named(blocks: tuple[Path, Path]) -> None:
-    _, out = blocks
-    scale = "model.layers.1.mlp.experts.2.down_proj.weight_scale_inv"
-    change_weights(out, spoil(scale, -2.0))
-    assert verify(out).problems == (f"{ONE}: {scale} holds -2 at [1, 0]: scales are finite and above zero",)
-    change_weights(out, lambda weights: weights.update({scale: torch.ones(1, 2)}))
-    assert verify(out).problems == (
-        f"{ONE}: {scale} is F32 [1, 2], for F8_E4M3 [256, 128] it must be F32 [2, 1]",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_a_missing_or_short_shard(tmp_path: Path, full: bool) -> None:
+def test_a_missing_or_short_shard(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", shards=3)
     compress(source, tmp_path / "out")
     name = "model-00002-of-00003.safetensors"
     path = tmp_path / "out" / name
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    report = verify(tmp_path / "out", source if full else None, full)
+    report = verify(tmp_path / "out", source, full=True)
     assert report.problems == (
         f"{path} is truncated: it has {len(data) - 1} bytes, its header says {len(data)}",
     )  # fmt: skip
@@ -326,22 +277,6 @@ def test_a_listed_layer_that_is_quantized(ours: tuple[Path, Path]) -> None:
     assert verify(out).problems == (
         f"config.json: ignored_layers lists {DOWN}, modules_to_not_convert does not", message
     )  # fmt: skip
-
-
-def test_one_listed_expert_leaves_all_unquantized(blocks: tuple[Path, Path]) -> None:
-    _, out = blocks
-    one = "model.layers.1.mlp.experts.3.up_proj"
-
-    def add(config: dict[str, Any]) -> None:
-        for key in ("ignored_layers", "modules_to_not_convert"):
-            config["quantization_config"][key].append(one)
-
-    change_json(out / "config.json", add)
-    assert verify(out).problems == tuple(
-        f"{ONE}: model.layers.1.mlp.experts.{expert}.{part}_proj.weight is F8_E4M3, but ignored_layers lists {one}"
-        for expert in range(4)
-        for part in ("down", "gate", "up")
-    )
 
 
 def remove(out: Path, *names: str) -> None:
@@ -511,14 +446,13 @@ def disown(out: Path) -> None:
     (out / "README.md").unlink()
 
 
-@pytest.mark.parametrize("factor", [2.0, 0.5, 1.1])
-def test_a_wrong_scale_shows_when_decoded(tmp_path: Path, factor: float) -> None:
+def test_a_wrong_scale_shows_when_decoded(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     out = tmp_path / "out"
     compress(source, out, "block")
     disown(out)
     scale = f"{DOWN}.weight_scale_inv"
-    change_weights(out, lambda weights: weights[scale][1, 2].mul_(factor))
+    change_weights(out, lambda weights: weights[scale][1, 2].mul_(1.1))
     assert verify(out, source).problems == ()
     report = verify(out, source, full=True)
     (problem,) = report.problems
@@ -536,21 +470,6 @@ def test_a_wrong_scale_shows_when_decoded(tmp_path: Path, factor: float) -> None
         f"where rounding explains {bound[row, col]:.3g} ({int(wrong.sum())} of 131072 weights are off)"
     )
     assert report.worst[0].module == DOWN
-
-
-def test_a_single_wrong_code_shows_when_decoded(ours: tuple[Path, Path]) -> None:
-    source, out = ours
-    disown(out)
-
-    def change(weights: Weights) -> None:
-        weights[f"{DOWN}.weight"].view(torch.uint8)[77, 88] ^= 2
-
-    change_weights(out, change)
-    assert verify(out, source).problems == ()
-    (problem,) = verify(out, source, full=True).problems
-    assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
-    assert " at [77, 88], " in problem
-    assert problem.endswith("(1 of 131072 weights are off)")
 
 
 def test_the_index_tells_another_size(tmp_path: Path) -> None:
@@ -771,24 +690,6 @@ def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> Non
     )
 
 
-def test_an_unknown_architecture(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
-    change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
-    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config)
-    note = (
-        "FooForCausalLM is not a known architecture: it was not checked which unquantized layers must be in the "
-        "ignore list, and which layers are fused"
-    )
-    assert_clean(verify(out), note)
-    report = verify(out, source, full=True)
-    assert_clean(report, note, 'config.json: transformers_version is "5", the source has none')
-    assert len(report.errors) == 14
-    change_weights(out, lambda weights: weights[f"{Q}.weight_scale_inv"].mul_(2))
-    (problem,) = verify(out, source, full=True).problems
-    assert problem.startswith(f"{ONE}: {Q}.weight is off by ")
-
-
 def test_an_output_is_checked_by_the_entry_it_was_made_with(tmp_path: Path) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
@@ -895,15 +796,6 @@ USAGE = [
     ({"quantization_config": None}, [], "DIR is not quantized: its config.json has no quantization_config",
      "give a quantized directory, and with --source the model that it was made from; openquant diagnose MODEL checks "
      "unquantized weights, and openquant eval A --source B compares the answers of two models"),
-    ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
-     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, auto-round, intel/auto-round, quark, torchao, bitsandbytes and fbgemm_fp8"),
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
-     "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
-    ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
-        "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
-     "config.json: group_0 stores int4 weights by group",
-     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
-     "tensor, channel or group, and asymmetric ones in words by channel or group"),
 ]  # fmt: skip
 
 
@@ -919,17 +811,11 @@ def test_usage_errors(subtests: pytest.Subtests, ours: tuple[Path, Path]) -> Non
 
 
 def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: Path) -> None:
-    source, out = ours
-    with pytest.raises(OpenQuantError, match="does not exist, and is no Hub repository id either"):
-        verify(tmp_path / "nowhere")
+    _, out = ours
     with pytest.raises(OpenQuantError, match="config.json is not a directory"):
         verify(out / "config.json")
     with pytest.raises(OpenQuantError, match="is not a checkpoint: it has no config.json"):
         verify(tmp_path)
-    with pytest.raises(
-        OpenQuantError, match=f"^{source} is not quantized: its config.json has no quantization_config$"
-    ):
-        verify(source)
     change_json(out / ".openquant.json", lambda journal: journal.update(done=False))
     with pytest.raises(OpenQuantError, match="is not finished"):
         verify(out)
@@ -1008,17 +894,13 @@ def test_a_directory_that_cannot_be_opened_has_no_class(ours: tuple[Path, Path])
     _, out = ours
     (out / ONE).write_bytes(b"12345")
     done = run_openquant("verify", out)
-    assert done.stdout.splitlines()[:2] == [
-        f"{out}: fp8, one scale per tensor",
-        "note: nothing else was checked",
-    ]
+    assert done.stdout.splitlines()[:2] == [f"{out}: fp8, one scale per tensor", "note: nothing else was checked"]
 
 
-@pytest.mark.parametrize("scheme", ["tensor", "int4"])
-def test_what_a_model_lacks_is_found_without_a_source(tmp_path: Path, scheme: str) -> None:
+def test_what_a_model_lacks_is_found_without_a_source(tmp_path: Path) -> None:
     """Layers that quantize other modules, and unquantized ones, are not taken for damaged."""
     source, out = four_layers(tmp_path / "source"), tmp_path / "out"
-    compress(source, out, scheme, ignore=["**.layers.1.mlp.*"])
+    compress(source, out, "int4", ignore=["**.layers.1.mlp.*"])
     assert verify(out).problems == ()
     sound = (out / ONE).read_bytes()
     for gone, lost in (

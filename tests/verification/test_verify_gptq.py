@@ -107,8 +107,7 @@ def damaged(out: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor]) -
         path.write_bytes(data)
 
 
-@for_each("scheme", CODES)
-@for_each("journal", [True, False])
+@for_each(("scheme", "journal"), [("int4", False), *((scheme, True) for scheme in CODES)])
 def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path], scheme: str, journal: bool) -> None:
     out = shutil.copytree(rounded[scheme], tmp_path / "out")
     if not journal:
@@ -117,7 +116,7 @@ def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path]
     report = verify(out, EXAMPLE, full=True)
     assert report.problems == ()
     assert (LIMITS in report.notes) == (not journal)
-    for how in DAMAGE:
+    for how in DAMAGE if scheme == "int4" else DAMAGE[:2] + DAMAGE[-2:]:
         with damaged(out, f"{UP}.{last}", lambda codes, how=how: how(codes, signs)):
             problems = verify(out, EXAMPLE, full=True).problems
         assert len(problems) == 1, (how, problems)

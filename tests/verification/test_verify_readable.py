@@ -32,7 +32,7 @@ import damage
 
 Weights = dict[str, torch.Tensor]
 UP = "model.layers.0.mlp.up_proj"
-SCHEMES = ["tensor", "channel", "block", "mxfp8", "int8", "int4", "mxfp4", "nvfp4"]
+SCHEMES = ["tensor", "block", "mxfp8", "int4", "nvfp4"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("foreign")
     made = {
         name: store(root / f"{number}", make, config)
-        for number, (name, (make, config, _)) in enumerate(SOURCES.items())
+        for number, (name, (make, config, _)) in enumerate([*SOURCES.items()][::3])
     }
     made["asymmetric"] = store(root / "asymmetric", asymmetric(), asymmetric_config())
     made["awq"] = store(root / "awq", awq(), awq_config())
@@ -149,7 +149,7 @@ def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -
         assert f"model.safetensors: {owner}.qweight: {message}" in problems(root)
 
 
-@pytest.mark.parametrize("scheme", ["int4", "channel", "block"])
+@pytest.mark.parametrize("scheme", ["int4", "block"])
 def test_scales_beyond_bfloat16(outputs: dict[str, Path], tmp_path: Path, scheme: str) -> None:
     root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / "out", overflowing)
     message = refusal(root, tmp_path / "plain")
@@ -169,7 +169,7 @@ def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp
 def test_damage_by_chance(outputs: dict[str, Path], foreign: dict[str, Path], tmp_path: Path) -> None:
     """A few of what tests/fuzz plays by the thousand."""
     ways = [damage._tensor, damage._tensor, damage._tensor, damage._header, damage._quantization, damage._bytes]
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         root = shutil.copytree(rng.choice([*outputs.values(), *foreign.values()]), tmp_path / f"{seed}")
         done = rng.choice(ways)(rng, root)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
 from openquant.formats.quantization import check_config_values
-from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS
+from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, SCHEMES, TENSOR, TRANSFORMERS_REFUSAL
 from openquant.verification.checks import judge_config
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -79,7 +79,7 @@ def test_the_journal_says_that_it_is_ours(ours: Path, source: Path) -> None:
 
 
 def test_a_deleted_key_does_not_make_it_another_tool_s(shelf: Shelf, subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for scheme in VARIANTS:
+    for scheme in (BLOCK, CHANNEL, INT4_W4A16):
         with subtests.test(scheme=scheme.suffix):
             source, out = shelf.copied("Qwen3ForCausalLM", scheme, tmp_path / scheme.suffix)
             key = "fmt" if scheme.method == "fp8" else "quantization_status"
@@ -108,26 +108,15 @@ def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", ["x", None, [], {"a": 1}, {"a": {"weights": {}}}])
-def test_groups_where_we_write_none(tmp_path: Path, source: Path, groups: Any) -> None:
-    out = tmp_path / "out"
-    compress(source, out)
-    change_settings(out, lambda settings: settings.update(config_groups=groups, more=1))
-    assert verify(out).problems == (
+def test_groups_where_we_write_none(ours: Path, groups: Any) -> None:
+    change_settings(ours, lambda settings: settings.update(config_groups=groups, more=1))
+    assert verify(ours).problems == (
         f"config.json: quantization_config.config_groups is {json.dumps(groups)}, openquant writes none",
         "config.json: quantization_config.more is 1, openquant writes none",
     )
 
 
 # config.json.
-
-
-def test_differences_of_ours_are_problems_whatever_they_are(ours: Path, source: Path) -> None:
-    change_json(ours / CONFIG, lambda config: config.update(use_cache=False, dtype="float16", more={"a": 1}))
-    assert verify(ours, source).problems == (
-        'config.json: dtype is "float16", the source has "bfloat16"',
-        "config.json: use_cache is false, the source has none",
-        'config.json: more is {"a": 1}, the source has none',
-    )
 
 
 COMPUTED = [
@@ -433,26 +422,16 @@ def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 METADATA = b'"__metadata__":{"format":"pt"}'
-HEADERS = [
-    (lambda text: text.replace(METADATA, b'"__metadata__":{"format":1}'),
-     f"{ONE} has a __metadata__ that does not map names to strings"),
-    (lambda text: text.decode().encode("utf-16"),
-     f"{ONE} has a broken header: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-    # Only the library minds.
-    (lambda text: text.replace(METADATA, METADATA + b"," + METADATA),
-     f"{ONE} cannot be opened with the safetensors library: "
-     "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), HEADERS)
-def test_headers_that_the_safetensors_library_refuses(
-    ours: Path, source: Path, change: Callable[[bytes], bytes], message: str
-) -> None:
-    rewritten(ours / ONE, change)
+def test_a_header_that_only_the_safetensors_library_refuses(ours: Path, source: Path) -> None:
+    rewritten(ours / ONE, lambda text: text.replace(METADATA, METADATA + b"," + METADATA))
     for report in (verify(ours), verify(ours, source, full=True)):
         (problem,) = report.problems
-        assert problem.removeprefix(f"{ours}/").startswith(message)
+        assert problem.startswith(
+            f"{ONE} cannot be opened with the safetensors library: "
+            "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"
+        )
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
@@ -466,10 +445,10 @@ def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
 # Codes and scales made again.
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_quantizing_the_source_again_gives_all_of_it(subtests: pytest.Subtests, tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
-    for scheme in [each.name for each in in_all_ways(SCHEMES.values())]:
+    for scheme in [each.name for each in in_all_ways(SCHEMES.values())][dtype == "float32" :: 2]:
         with subtests.test(scheme=scheme):
             compress(source, tmp_path / scheme, scheme)
             report = verify(tmp_path / scheme, source, full=True)
