@@ -20,8 +20,19 @@ from .architecture import (
     SlidingWindows,
     StackedExperts,
 )
-from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
-from .latent import DEEPSEEK_V3, INDEXER, LATENT, latent
+from .experts import (
+    DEEPSEEK_V3,
+    DRAFTED_MLPS,
+    GRANITE_EXPERTS,
+    GRANITE_SHARED,
+    INDEXER,
+    LATENT,
+    MTP,
+    ROUTED,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    latent,
+)
 from .parts import (
     ATTENTION,
     BUILT_UNQUANTIZED,

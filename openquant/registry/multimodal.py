@@ -19,23 +19,25 @@ from .architecture import (
     StackedExperts,
 )
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
-from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
-from .fused import QKV
+from .experts import DEEPSEEK_V32, ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
-from .latent import DEEPSEEK_V32
 from .parts import (
     ATTENTION,
+    GATE_UP,
     HEADS,
     IF_ENABLED,
     KV_HEADS,
     NO_CACHE,
     NO_GROUPS,
+    QKV,
     RENAMED,
     LayerPart,
     attention,
     gated_mlp,
     model,
+    plain,
     routed_experts,
+    stacked_experts,
     wrap,
 )
 
@@ -129,18 +131,7 @@ QWEN2_VL = wrap(
 QWEN3_VL = wrap(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
 # Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
 QWEN3_VL_MOE = wrap(
-    replace(
-        QWEN3_MOE,
-        experts=(
-            ExpertLayout(
-                ".mlp.experts",
-                stacked=(
-                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
-                    StackedExperts("down_proj", ("down_proj",), transposed=True),
-                ),
-            ),
-        ),
-    ),
+    replace(QWEN3_MOE, experts=(stacked_experts(".mlp.experts", transposed=True),)),
     "Qwen3VLMoeForConditionalGeneration",
     QWEN_VISION,
     sglang=RENAMED,
@@ -386,12 +377,8 @@ DEEPSEEK_OCR = wrap(
 # Experts [E, H, 2I] and [E, I, H]. vLLM takes gate_up_proj as the name of gate and of up (models/llama.py:354) and
 # halves each tensor of that name (layers/fused_moe/routed_experts.py:1053), so they stay one tensor, whose scales must
 # have rows. It builds the shared experts without a name (models/aria.py:214).
-ARIA_EXPERTS = LayerPart(
-    (".mlp.experts.*.{gate_up_proj,down_proj}",),
-    splits=(
-        ParallelSplit(".mlp.experts.*.gate_up_proj", "out", parts=(None, None)),
-        ParallelSplit(".mlp.experts.*.down_proj", "in"),
-    ),
+ARIA_EXPERTS = replace(
+    plain(".mlp.experts.*", "gate_up_proj", parts=GATE_UP),
     experts=(
         ExpertLayout(
             ".mlp.experts",
