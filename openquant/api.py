@@ -34,7 +34,7 @@ from .files.destination import (
 )
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
-from .formats.names import (
+from .formats.hardware import (
     KEPT,
 )
 from .formats.schemes import SCHEMES, find_scheme

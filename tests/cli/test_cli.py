@@ -24,7 +24,7 @@ from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 from openquant.cli.commands import compress_main, main
 from openquant.errors import UsageError
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 from support import small_checkpoints
 
 KEYS = [
