@@ -12,13 +12,13 @@ from .architecture import (
     FusedLayers,
     Keep,
     ParallelSplit,
-    Refusal,
     SGLangLimits,
     SlidingWindows,
 )
 from .parts import (
     ATTENTION,
     BUILT_UNQUANTIZED,
+    COMPRESSED_LOADS,
     DENSE_SMOOTHING,
     FORMATS,
     FUSED_NAMES,
@@ -50,6 +50,7 @@ from .parts import (
     joined_attention,
     model,
     plain,
+    sglang_refuses,
     stacked_experts,
 )
 
@@ -176,23 +177,14 @@ DECILM = model(
     MLP,
     transformers_reads_blocks=False,
     # models/nemotron_nas.py:416 reads an attribute that only the compressed-tensors config has.
-    sglang=SGLangLimits((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
+    sglang=sglang_refuses("it fails on any file in it", COMPRESSED_LOADS, format="fp8"),
 )
 
 # Names of classes by what SGLang cannot load.
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
     SGLangLimits(): (
-        "Qwen2",
-        "Qwen3",
-        "Gemma3",
-        "Exaone4",
-        "Cohere",
-        "Cohere2",
-        "LLaMA",
-        "TeleChat3",
-        "PanguEmbedded",
-        "Rnj1",
+        *("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", "LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1"),
     ),
     NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
     PLAIN_ATTENTION: ("Olmo",),
@@ -200,7 +192,7 @@ DENSE_NAMES = {
     NAMELESS: ("Gemma2",),
     SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS): ("HunYuanDenseV1",),
     # SGLang models/solar.py:407 has pairs where packed_modules_mapping must have names.
-    SGLangLimits((Refusal(None, None, "its table of fused layers is broken", "vLLM loads it"),)): ("Solar",),
+    sglang_refuses("its table of fused layers is broken"): ("Solar",),
 }
 # vLLM models/opt.py: the MLP has no module of its own. Files from before transformers 4.23 have no prefix. If
 # embeddings are narrower than layers, two projections connect them.
@@ -229,15 +221,10 @@ GPT_J = model(
     ),
     cache_refused=ONES_TAKEN,
     # models/gpt_j.py:290
-    sglang=SGLangLimits(
-        (
-            Refusal(
-                None,
-                "fp8",
-                "it asks the format for scales of the KV cache, which this format does not support",
-                "--format compressed-tensors loads",
-            ),
-        )
+    sglang=sglang_refuses(
+        "it asks the format for scales of the KV cache, which this format does not support",
+        COMPRESSED_LOADS,
+        format="fp8",
     ),
 )
 # vLLM models/exaone.py:403 calls the decoder "model"; SGLang models/exaone.py:205 calls attention self_attn.
@@ -378,16 +365,8 @@ INTERNLM2 = model(
     ),
     head_refused="it is called output",
     # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those with fewer rows.
-    sglang=SGLangLimits(
-        (
-            Refusal(
-                None,
-                None,
-                "it fails on scales that are not by row, as it sorts them",
-                "--scheme channel loads",
-                scales="not by row",
-            ),
-        )
+    sglang=sglang_refuses(
+        "it fails on scales that are not by row, as it sorts them", "--scheme channel loads", scales="not by row"
     ),
     transformers_reads_blocks=False,
 )
@@ -431,9 +410,7 @@ GPT_BIGCODE = model(
     ),
     cache_refused=ONES_TAKEN,
     # models/gpt_bigcode.py:295 loads all scales of c_attn for each of q, k and v.
-    sglang=SGLangLimits(
-        (Refusal(None, None, "it takes one scale for what c_attn holds", "--scheme tensor loads", scales="several"),)
-    ),
+    sglang=sglang_refuses("it takes one scale for what c_attn holds", "--scheme tensor loads", scales="several"),
 )
 
 # Interleaved: for each head its key, then its value. vLLM models/telechat2.py:64-86 splits every tensor of that name by

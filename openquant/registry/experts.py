@@ -45,6 +45,7 @@ from .parts import (
     model,
     plain,
     routed_experts,
+    sglang_refuses,
     stacked_experts,
 )
 
@@ -492,8 +493,10 @@ ENTRIES = (
     replace(
         DEEPSEEK_V3,
         name="Glm4MoeLiteForCausalLM",
-        sglang=SGLangLimits(
-            (Refusal("tensor", "fp8", "it concatenates scales that have no rows", "--scheme channel and -w 128 load"),),
+        sglang=sglang_refuses(
+            *("it concatenates scales that have no rows", "--scheme channel and -w 128 load"),
+            scheme="tensor",
+            format="fp8",
             unpacked=LATENT_UNPACKED,
         ),
     ),

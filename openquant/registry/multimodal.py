@@ -23,6 +23,7 @@ from .experts import DEEPSEEK_V32, ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HE
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .parts import (
     ATTENTION,
+    COMPRESSED_LOADS,
     GATE_UP,
     HEADS,
     IF_ENABLED,
@@ -37,6 +38,7 @@ from .parts import (
     model,
     plain,
     routed_experts,
+    sglang_refuses,
     stacked_experts,
     wrap,
 )
@@ -146,15 +148,10 @@ LLAMA4_WRAPPED = wrap(
     "multi_modal_projector",
     layers="language_model.model.layers.*",
     # SGLang models/mllama4.py:607.
-    sglang=SGLangLimits(
-        (
-            Refusal(
-                "channel",
-                None,
-                "it reorders the rows of queries and keys, but not their scales",
-                "--scheme tensor, and -w 128 in the fp8 format, load",
-            ),
-        ),
+    sglang=sglang_refuses(
+        "it reorders the rows of queries and keys, but not their scales",
+        "--scheme tensor, and -w 128 in the fp8 format, load",
+        scheme="channel",
         # SGLang does not reorder these rows.
         unpacked=(".self_attn.{q,k}_proj",),
     ),
@@ -178,9 +175,7 @@ LFM2_VL = wrap(
     *PROJECTED,
     spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
     # SGLang models/lfm2_vl.py:69.
-    sglang=SGLangLimits(
-        (Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)
-    ),
+    sglang=sglang_refuses("it builds the projector without a name, and quantizes it"),
 )
 IDEFICS3 = wrap(
     LLAMA,
@@ -267,9 +262,7 @@ QWEN3_OMNI = wrap(
     towers=OMNI_TOWERS,
     # models/qwen3_omni_moe_thinker.py:1152
     head_refused=NAMELESS_HEAD,
-    sglang=SGLangLimits(
-        (Refusal(None, None, "it quantizes the towers, which it looks up by names not in the list", "vLLM loads it"),)
-    ),
+    sglang=sglang_refuses("it quantizes the towers, which it looks up by names not in the list"),
     transformers_reads_blocks=False,
 )
 # Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
@@ -583,14 +576,7 @@ ENTRIES = (
     replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
     QWEN3_VL,
     QWEN3_VL_MOE,
-    wrap(
-        GEMMA4,
-        "Gemma4ForConditionalGeneration",
-        "vision_tower",
-        "embed_vision",
-        "audio_tower",
-        "embed_audio",
-    ),
+    wrap(GEMMA4, "Gemma4ForConditionalGeneration", "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     DIFFUSION_GEMMA,
     wrap(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
     wrap(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
@@ -599,9 +585,7 @@ ENTRIES = (
         "Qwen4ExpForConditionalGeneration",
         QWEN_VISION,
         # SGLang models/qwen4_exp.py:124
-        sglang=SGLangLimits(
-            (Refusal(None, "fp8", "it reads the n-gram tables as FP8", "--format compressed-tensors loads"),)
-        ),
+        sglang=sglang_refuses("it reads the n-gram tables as FP8", COMPRESSED_LOADS, format="fp8"),
     ),
     wrap(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),
     LLAMA4_WRAPPED,

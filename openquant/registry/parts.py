@@ -224,11 +224,24 @@ PATTERN = "sliding_window_pattern"
 # Why vLLM cannot load a quantized layer, mostly the output head.
 BUILT_UNQUANTIZED = f"{VLLM} builds it without a quantization"
 
+
+def sglang_refuses(
+    why: str,
+    hint: str = "vLLM loads it",
+    *,
+    scheme: str | None = None,
+    format: str | None = None,
+    scales: Literal["several", "not by row"] | None = None,
+    **limits: Any,
+) -> SGLangLimits:
+    """Return that SGLang cannot load some schemes of an architecture: the fields of one Refusal, and other limits."""
+    return SGLangLimits((Refusal(scheme, format, why, hint, scales),), **limits)
+
+
 # Facts about SGLang, each found by running its loader (tests/serve/test_sglang.py).
 # models/llama.py:723 and llama4's rename every weight_scale_inv to weight_scale, which block layers do not have.
-SCALES_LOST = SGLangLimits(
-    (Refusal("block", "fp8", "it silently drops the scales of blocks", "--format compressed-tensors loads"),)
-)
+COMPRESSED_LOADS = "--format compressed-tensors loads"
+SCALES_LOST = sglang_refuses("it silently drops the scales of blocks", COMPRESSED_LOADS, scheme="block", format="fp8")
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16, whatever is stored"
 # Why vLLM loads no scales of the KV cache (tests/serve/test_serve_cache_scales.py asks it about all entries).
 # models/lfm2.py:193
@@ -260,15 +273,10 @@ IGNORED_CACHE_SCALES = (
 # models/olmo.py and stablelm.py build their attention without quantization.
 PLAIN_ATTENTION = SGLangLimits(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
 # They run on its Transformers backend, which prefixes all names of the config, "Linear" too.
-NO_GROUPS = SGLangLimits(
-    (
-        Refusal(
-            None,
-            "compressed-tensors",
-            "it finds no group of the compressed-tensors format for these layers",
-            "--scheme tensor and -w 128 load",
-        ),
-    ),
+NO_GROUPS = sglang_refuses(
+    "it finds no group of the compressed-tensors format for these layers",
+    "--scheme tensor and -w 128 load",
+    format="compressed-tensors",
     cache=NO_CACHE,
 )
 # SGLang builds these layers without names.

@@ -22,7 +22,7 @@ from openquant.registry.architecture import ModuleRules
 from openquant.verification.verify import model_problems
 from openquant.version import VLLM
 from support import small_checkpoints
-from support.published_checkpoints import NAMES, lines_of, published, shortened
+from support.published_checkpoints import NAMES, lines_of, published, shortened, with_few_experts
 
 # Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
 EXPECTED = {
@@ -313,6 +313,7 @@ def test_refused_schemes_say_why_and_what_to_do() -> None:
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_draft_layers_stay_and_are_listed(name: str) -> None:
     checkpoint = published(name)
+    checkpoint, _ = shortened(checkpoint)
     plan = make_plan(checkpoint, TENSOR)
     draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
     kept = {module for line in plan.lines if line.why == "MTP layer" for module in line.names}
@@ -397,10 +398,11 @@ def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() ->
 
 
 def test_what_engines_read_beside_the_quantization_is_written() -> None:
-    checkpoint = published("DeepseekV4ForCausalLM")
-    assert output_config(make_plan(checkpoint, BLOCK))["expert_dtype"] == "fp8"
-    assert "expert_dtype" not in output_config(make_plain_plan(published("quantized/DeepseekV4ForCausalLM")))
-    assert "expert_dtype" not in output_config(make_plan(published("DeepseekV3ForCausalLM"), BLOCK))
+    few = {name: shortened(published(f"{name}ForCausalLM"))[0] for name in ("DeepseekV4", "DeepseekV3")}
+    assert output_config(make_plan(few["DeepseekV4"], BLOCK))["expert_dtype"] == "fp8"
+    stored = with_few_experts(published("quantized/DeepseekV4ForCausalLM"))
+    assert "expert_dtype" not in output_config(make_plain_plan(stored))
+    assert "expert_dtype" not in output_config(make_plan(few["DeepseekV3"], BLOCK))
 
 
 def test_entries_are_sound() -> None:
@@ -447,14 +449,14 @@ def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
 
 def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
     # Experts of 768 rows: six blocks, which 4 ranks do not share.
-    plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, PlanOptions(tp=4))
-    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
+    plan = make_plan(with_few_experts(published("Qwen3MoeForCausalLM")), BLOCK_COMPRESSED, PlanOptions(tp=4))
+    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 4}
     assert summary.parallel_sizes(plan) == [1, 2, 4, 8, 16]
     targets = plan.quantization_config["config_groups"]["group_1"]["targets"]
     assert targets == [rf"re:(.*[.])?layers[.]{layer}[.]mlp[.]experts[.].*" for layer in range(48)]
     # A projection of 576 rows, and the one it is joined with.
-    plan = make_plan(published("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
-    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 44971 - 2 * 61, CHANNEL: 2 * 61}
+    plan = make_plan(with_few_experts(published("DeepseekV3ForCausalLM")), BLOCK_COMPRESSED)
+    assert summary.schemes(plan)[CHANNEL] == 2 * 61
     assert (
         "model.layers.60.self_attn.fused_qkv_a_proj" in plan.quantization_config["config_groups"]["group_1"]["targets"]
     )
