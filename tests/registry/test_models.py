@@ -400,7 +400,7 @@ def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() ->
 def test_what_engines_read_beside_the_quantization_is_written() -> None:
     few = {name: shortened(published(f"{name}ForCausalLM"))[0] for name in ("DeepseekV4", "DeepseekV3")}
     assert output_config(make_plan(few["DeepseekV4"], BLOCK))["expert_dtype"] == "fp8"
-    stored = with_few_experts(published("quantized/DeepseekV4ForCausalLM"))
+    stored = with_few_experts("quantized/DeepseekV4ForCausalLM")
     assert "expert_dtype" not in output_config(make_plain_plan(stored))
     assert "expert_dtype" not in output_config(make_plan(few["DeepseekV3"], BLOCK))
 
@@ -449,13 +449,13 @@ def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
 
 def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
     # Experts of 768 rows: six blocks, which 4 ranks do not share.
-    plan = make_plan(with_few_experts(published("Qwen3MoeForCausalLM")), BLOCK_COMPRESSED, PlanOptions(tp=4))
+    plan = make_plan(with_few_experts("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, PlanOptions(tp=4))
     assert summary.schemes(plan) == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 4}
     assert summary.parallel_sizes(plan) == [1, 2, 4, 8, 16]
     targets = plan.quantization_config["config_groups"]["group_1"]["targets"]
     assert targets == [rf"re:(.*[.])?layers[.]{layer}[.]mlp[.]experts[.].*" for layer in range(48)]
     # A projection of 576 rows, and the one it is joined with.
-    plan = make_plan(with_few_experts(published("DeepseekV3ForCausalLM")), BLOCK_COMPRESSED)
+    plan = make_plan(with_few_experts("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
     assert summary.schemes(plan)[CHANNEL] == 2 * 61
     assert (
         "model.layers.60.self_attn.fused_qkv_a_proj" in plan.quantization_config["config_groups"]["group_1"]["targets"]
