@@ -312,8 +312,7 @@ def test_refused_schemes_say_why_and_what_to_do() -> None:
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_draft_layers_stay_and_are_listed(name: str) -> None:
-    checkpoint = published(name)
-    checkpoint, _ = shortened(checkpoint)
+    checkpoint = with_few_experts(name)
     plan = make_plan(checkpoint, TENSOR)
     draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
     kept = {module for line in plan.lines if line.why == "MTP layer" for module in line.names}
@@ -388,7 +387,7 @@ def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
 
 def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() -> None:
     """vLLM vllm/models/deepseek_v4/nvidia/mtp.py."""
-    listed = {*ignored_layers(make_plan(published("DeepseekV4ForCausalLM"), BLOCK))}
+    listed = {*ignored_layers(make_plan(with_few_experts("DeepseekV4ForCausalLM"), BLOCK))}
     layer = "model.layers.61"
     assert {
         f"{layer}.{name}" for name in ("e_proj", "h_proj", "attn.fused_wqa_wkv", "attn.wq_b", "ffn.experts")
@@ -398,7 +397,7 @@ def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() ->
 
 
 def test_what_engines_read_beside_the_quantization_is_written() -> None:
-    few = {name: shortened(published(f"{name}ForCausalLM"))[0] for name in ("DeepseekV4", "DeepseekV3")}
+    few = {name: with_few_experts(f"{name}ForCausalLM") for name in ("DeepseekV4", "DeepseekV3")}
     assert output_config(make_plan(few["DeepseekV4"], BLOCK))["expert_dtype"] == "fp8"
     stored = with_few_experts("quantized/DeepseekV4ForCausalLM")
     assert "expert_dtype" not in output_config(make_plain_plan(stored))
