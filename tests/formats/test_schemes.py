@@ -205,7 +205,7 @@ COMPRESSED = [
     (MXFP4, MX | {"num_bits": 4}, None),
     (NVFP4, NV, None),
     (NVFP4_W4A4, NV, {**NV, "dynamic": "local"}),
-]
+]  # fmt: skip
 STORED = {
     MXFP8: "mxfp8-quantized",
     MXFP4: "mxfp4-pack-quantized",

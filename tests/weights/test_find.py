@@ -850,21 +850,16 @@ INVERSE = f"{Q}.weight_scale_inv"
 TWICE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 DAMAGE: list[tuple[Callable[[Weights], Any], str]] = [
     (lambda weights: weights.pop(INVERSE), f"{Q}.weight has no scale: {INVERSE} is missing"),
-    (lambda weights: weights.update({INVERSE: torch.ones(2, 3)}),
-     f"{INVERSE} is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]"),
-    (lambda weights: weights.update({INVERSE: torch.ones(2, 2, dtype=torch.int32)}),
-     f"{INVERSE} is I32, not F32 or BF16 or F16"),
-    (lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
-     "model.norm.weight_scale_inv is the scale of no quantized weight"),
-    (lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
-     "model.norm.input_scale is the scale of no quantized weight"),
+    (lambda weights: weights.update({INVERSE: torch.ones(2, 3)}), f"{INVERSE} is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]"),
+    (lambda weights: weights.update({INVERSE: torch.ones(2, 2, dtype=torch.int32)}), f"{INVERSE} is I32, not F32 or BF16 or F16"),
+    (lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}), "model.norm.weight_scale_inv is the scale of no quantized weight"),
+    (lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}), "model.norm.input_scale is the scale of no quantized weight"),
     # From here on it shows as weights are read.
     (spoiled(Q, "weight_scale_inv", math.nan), f"{INVERSE} in model.safetensors holds nan, which is not a valid scale"),
     (spoiled(Q, "weight_scale_inv", math.inf), f"{INVERSE} in model.safetensors holds inf, which is not a valid scale"),
     (spoiled(Q, "weight_scale_inv", -1.0), f"{INVERSE} in model.safetensors holds -1, which is not a valid scale"),
     (spoiled(Q, "weight", 0xFF, torch.uint8), f"{Q}.weight in model.safetensors holds NaN"),
-    (spoiled(Q, "weight_scale_inv", 2.0**127),
-     f"{Q}.weight in model.safetensors decodes to weights that overflow bfloat16: {INVERSE} reaches {2.0**127:g}"),
+    (spoiled(Q, "weight_scale_inv", 2.0**127), f"{Q}.weight in model.safetensors decodes to weights that overflow bfloat16: {INVERSE} reaches {2.0**127:g}"),
 ]  # fmt: skip
 
 
@@ -940,12 +935,9 @@ KNOWN = (
 )
 UNKNOWN: list[tuple[Any, str, str]] = [
     (group("tensor", num_bits=4, type="int", symmetric=False), ": group_0 stores asymmetric int4 weights by tensor", KNOWN),
-    (group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
-     " has a transform_config: the weights are stored rotated", KNOWN),
-    (group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-     " has a sparsity_config: zeros are not stored", KNOWN),
-    ("fp8", " has a quantization_config that is no JSON object",
-     "mend quantization_config, or save the model again; or start from the unquantized model"),
+    (group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, " has a transform_config: the weights are stored rotated", KNOWN),
+    (group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, " has a sparsity_config: zeros are not stored", KNOWN),
+    ("fp8", " has a quantization_config that is no JSON object", "mend quantization_config, or save the model again; or start from the unquantized model"),
     ({"quant_method": "bitnet"}, ' has the quant_method "bitnet"',
      "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, auto-round, "
      "intel/auto-round, quark, torchao, bitsandbytes and fbgemm_fp8; or start from the unquantized model"),

@@ -106,12 +106,10 @@ UP = "model.layers.0.mlp.up_proj"
 
 SCALE = f"{UP}.scale"
 FAULTS: list[tuple[Callable[[Weights], object], str]] = [
-    (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}),
-     f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
+    (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}), f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
     (lambda weights: weights.update({SCALE: torch.ones(512, 8)}), f"{UP}.weight is I8, but config.json has its layer as FP8"),
     (lambda weights: weights.pop(SCALE), f"{UP}.weight is I8, but config.json has its layer as FP8"),
-    (lambda weights: weights[SCALE].view(torch.uint8).fill_(255),
-     f"{SCALE} in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
+    (lambda weights: weights[SCALE].view(torch.uint8).fill_(255), f"{SCALE} in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
 ]  # fmt: skip
 
 

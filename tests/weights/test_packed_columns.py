@@ -244,52 +244,17 @@ FAULTS = [
     ("gptq", without("qzeros"), f"{Q}.qweight has no qzeros: {Q}.qzeros is missing"),
     ("awq", without("scales"), f"{Q}.qweight has no scales: {Q}.scales is missing"),
     ("gptq, in another order", without("g_idx"), f"{Q}.qweight has no g_idx: {Q}.g_idx is missing"),
-    (
-        "awq",
-        changed("qzeros", lambda held: held[:-1]),
-        f"{Q}.qzeros is I32 [7, 32], for {Q}.qweight [256, 32] with one scale and zero point per 1x32 block it must be "
-        "I32 [8, 32]",
-    ),
-    (
-        "gptq",
-        changed("scales", lambda held: held.double()),
-        f"{Q}.scales is F64 [8, 256], for {Q}.qweight [32, 256] with one scale per 1x32 block it must be "
-        "F32 or BF16 or F16 [8, 256]",
-    ),
-    (
-        "gptq",
-        changed("scales", lambda held: held.T),
-        f"{Q}.scales is F16 [256, 8], for {Q}.qweight [32, 256] with one scale per 1x32 block it must be "
-        "F32 or BF16 or F16 [8, 256]",
-    ),
+    ("awq", changed("qzeros", lambda held: held[:-1]), f"{Q}.qzeros is I32 [7, 32], for {Q}.qweight [256, 32] with one scale and zero point per 1x32 block it must be " "I32 [8, 32]"),
+    ("gptq", changed("scales", lambda held: held.double()), f"{Q}.scales is F64 [8, 256], for {Q}.qweight [32, 256] with one scale per 1x32 block it must be " "F32 or BF16 or F16 [8, 256]"),
+    ("gptq", changed("scales", lambda held: held.T), f"{Q}.scales is F16 [256, 8], for {Q}.qweight [32, 256] with one scale per 1x32 block it must be " "F32 or BF16 or F16 [8, 256]"),
     ("gptq", changed("qweight", lambda held: held.short()), f"{Q}.qweight is I16 [32, 256], not a matrix of I32"),
     ("gptq", changed("qweight", lambda held: held[0]), f"{Q}.qweight is I32 [256], not a matrix of I32"),
-    (
-        "gptq",
-        changed("qweight", lambda held: held[:, :-1]),
-        f"{Q}.qweight has 255 outputs, which do not fill words of 8",
-    ),
-    (
-        "awq",
-        changed("qweight", lambda held: held[:-1]),
-        f"{Q}.qweight has 255 inputs, which do not fill words of 8",
-    ),
-    (
-        "gptq",
-        changed("g_idx", one(8)),
-        f"{Q}.g_idx in model.safetensors holds 8, but there are 8 groups",
-    ),
-    (
-        "gptq, in another order",
-        changed("g_idx", one(-1)),
-        f"{Q}.g_idx in model.safetensors holds -1, but there are 8 groups",
-    ),
+    ("gptq", changed("qweight", lambda held: held[:, :-1]), f"{Q}.qweight has 255 outputs, which do not fill words of 8"),
+    ("awq", changed("qweight", lambda held: held[:-1]), f"{Q}.qweight has 255 inputs, which do not fill words of 8"),
+    ("gptq", changed("g_idx", one(8)), f"{Q}.g_idx in model.safetensors holds 8, but there are 8 groups"),
+    ("gptq, in another order", changed("g_idx", one(-1)), f"{Q}.g_idx in model.safetensors holds -1, but there are 8 groups"),
     ("gptq", changed("g_idx", one(2)), f"{Q}.g_idx in model.safetensors is not in order, but config.json has no desc_act"),
-    (
-        "gptq",
-        changed("qzeros", one(0x77777776)),
-        f"{Q}.qzeros in model.safetensors holds the zero point 7, but config.json says sym: all are 8",
-    ),
+    ("gptq", changed("qzeros", one(0x77777776)), f"{Q}.qzeros in model.safetensors holds the zero point 7, but config.json says sym: all are 8"),
     ("awq", changed("scales", one(float("nan"))), f"{Q}.scales in model.safetensors holds nan, which is not a valid scale"),
     ("gptq", changed("scales", one(float("-inf"))), f"{Q}.scales in model.safetensors holds -inf, which is not a valid scale"),
     ("gptq", lambda weights: weights.update({"gone.qzeros": torch.ones(1)}), "gone.qzeros is the scale of no quantized weight"),
