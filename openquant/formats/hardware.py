@@ -119,8 +119,7 @@ KERNELS = (
     ),
     Kernel("vLLM", ("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_LINEAR}/nvfp4/flashinfer.py:119-126"),
     Kernel(
-        *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"),
-        f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36",
+        *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"), f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36"
     ),
     Kernel("vLLM", ("nvfp4", "nvfp4-w4a4"), ("MI300",), "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
     # Dense layers get MXFP4 activations there whatever the config says (compressed_tensors.py:811); experts get Marlin.

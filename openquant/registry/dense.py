@@ -215,10 +215,7 @@ GPT_J = model(
     attention("out_proj", "qkv_proj", ".attn"),
     plain(".mlp", "fc_in", "fc_out"),
     layers="transformer.h.*",
-    keep=(
-        Keep("transformer.wte", "embedding", divided=True),
-        Keep(".attn.bias", "causal mask"),
-    ),
+    keep=(Keep("transformer.wte", "embedding", divided=True), Keep(".attn.bias", "causal mask")),
     cache_refused=ONES_TAKEN,
     # models/gpt_j.py:290
     sglang=sglang_refuses(
@@ -359,10 +356,7 @@ INTERNLM2 = model(
     "InternLM2ForCausalLM",
     joined_attention(".attention", "wqkv", "wo", parts=QKV),
     gated_mlp(".feed_forward", "w1", "w3", "w2"),
-    keep=(
-        Keep("model.tok_embeddings", "embedding", divided=True),
-        Keep("output", "output head", divided=True),
-    ),
+    keep=(Keep("model.tok_embeddings", "embedding", divided=True), Keep("output", "output head", divided=True)),
     head_refused="it is called output",
     # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those with fewer rows.
     sglang=sglang_refuses(
@@ -397,17 +391,11 @@ CHATGLM = model(
 GPT_BIGCODE = model(
     "GPTBigCodeForCausalLM",
     joined_attention(
-        *(".attn", "c_attn", "c_proj", "multi_query"),
-        replicated=True,
-        parts=EQUAL_HEADS,
-        where=(MULTI_QUERY,),
+        *(".attn", "c_attn", "c_proj", "multi_query"), replicated=True, parts=EQUAL_HEADS, where=(MULTI_QUERY,)
     ),
     LayerPart((".mlp.{c_fc,c_proj}",)),
     layers="transformer.h.*",
-    keep=(
-        Keep("transformer.wte", "embedding", divided=True),
-        Keep("transformer.wpe", "embedding"),
-    ),
+    keep=(Keep("transformer.wte", "embedding", divided=True), Keep("transformer.wpe", "embedding")),
     cache_refused=ONES_TAKEN,
     # models/gpt_bigcode.py:295 loads all scales of c_attn for each of q, k and v.
     sglang=sglang_refuses("it takes one scale for what c_attn holds", "--scheme tensor loads", scales="several"),

@@ -74,13 +74,7 @@ SHARED_EXPERTS = gated_mlp(".mlp.shared_experts")
 ROUTED = routed_experts(".mlp.experts")
 
 QWEN2_MOE = model(
-    "Qwen2MoeForCausalLM",
-    ATTENTION,
-    MLP,
-    SHARED_EXPERT,
-    ROUTED,
-    windows=IF_ENABLED,
-    smoothing=QWEN2_MOE_SMOOTHING,
+    "Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, windows=IF_ENABLED, smoothing=QWEN2_MOE_SMOOTHING
 )
 
 QWEN3_MOE = model(

@@ -579,18 +579,11 @@ MINIMAX_M3 = model(
     refused=(
         # models/minimax_m3/nvidia/model.py:975
         Refusal(
-            "block",
-            "fp8",
-            f"{VLLM} renames its block scales",
-            "use --scheme channel, or --format compressed-tensors",
+            "block", "fp8", f"{VLLM} renames its block scales", "use --scheme channel, or --format compressed-tensors"
         ),
         # model_executor/parameter.py:115
         Refusal(
-            None,
-            None,
-            f"{VLLM} has no place for a single scale of its index",
-            "use --scheme channel",
-            scales="single",
+            None, None, f"{VLLM} has no place for a single scale of its index", "use --scheme channel", scales="single"
         ),
     ),
     transformers_reads_blocks=False,

@@ -415,7 +415,4 @@ BY_CLASS = (
     ),
 )
 
-EMBEDDINGS: dict[str, Literal["name", "class"]] = {
-    **dict.fromkeys(BY_NAME, "name"),
-    **dict.fromkeys(BY_CLASS, "class"),
-}
+EMBEDDINGS: dict[str, Literal["name", "class"]] = {**dict.fromkeys(BY_NAME, "name"), **dict.fromkeys(BY_CLASS, "class")}

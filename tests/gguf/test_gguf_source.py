@@ -26,6 +26,7 @@ from openquant.formats.format import ggml_types
 from openquant.gguf import source
 from openquant.gguf.source import ARCHITECTURES, gguf_config, open_gguf
 from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, shapes_of, split_gguf, write_gguf
+from support.representatives import everything
 from support.rows import for_each
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -52,8 +53,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
+# By day rows in another order, experts, norms that add one and a part of a head that is rotated; at night all.
+BY_DAY = ("llama", "qwen3moe", "gemma2", "phi3")
+
+
 @pytest.mark.filterwarnings("ignore")
-@for_each("architecture", ARCHITECTURES)
+@for_each("architecture", ARCHITECTURES if everything() else BY_DAY)
 def test_a_file_becomes_what_transformers_makes_of_it(architecture: str, tmp_path: Path) -> None:
     # Types that divide all rows, of every kind.
     write_gguf(tmp_path / "m.gguf", architecture, DECODABLE)
@@ -86,7 +91,7 @@ def test_a_file_becomes_what_transformers_makes_of_it(architecture: str, tmp_pat
     assert ours.chat_template == TEMPLATE
 
 
-@for_each("scheme", ["tensor", "int4", "nvfp4"])
+@for_each("scheme", ["tensor", "nvfp4"])
 def test_decoded_weights_are_compressed_in_float32(scheme: str, tmp_path: Path) -> None:
     written = write_gguf(tmp_path / "m.gguf", "qwen3", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K])
     openquant.dequantize(tmp_path / "m.gguf", tmp_path / "plain")

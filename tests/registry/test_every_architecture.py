@@ -33,14 +33,7 @@ from openquant.plan.architecture import mtp_layer_finder, text_config, why_not_r
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import stored_serving
-from openquant.registry.architecture import (
-    MTP_LAYER,
-    NOT_LINEAR,
-    TOWER,
-    Architecture,
-    ModuleRules,
-    find_class_tensors,
-)
+from openquant.registry.architecture import MTP_LAYER, NOT_LINEAR, TOWER, Architecture, ModuleRules, find_class_tensors
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.packing import packing_of
 from openquant.verification.verify import model_problems
