@@ -140,7 +140,8 @@ WHOLE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 @pytest.mark.parametrize("name", [*EXPECTED, *MORE])
 def test_published_names_plan_without_a_misfit(name: str) -> None:
     count, ignored, parallel = EXPECTED[name] if name in EXPECTED else (MORE[name][0], None, MORE[name][1])
-    of_tensor, of_rows, of_block = (count[0], *count[-2:]) if isinstance(count, tuple) else (count,) * 3
+    counts = count if isinstance(count, tuple) else (count,)
+    of_tensor, of_rows, of_block = counts[0], *(counts[0], *counts)[-2:]
     whole = published(name)
     model = MODELS[whole.architecture]
     assert model_problems(ModuleRules(model), whole.tensors.values(), whole) == []
