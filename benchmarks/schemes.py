@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import openquant
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 
 
 def main() -> None:

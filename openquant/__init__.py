@@ -23,7 +23,7 @@ _EXPORTED = {
     "files.destination": ("DiskSpace",),
     "fit.run": ("search_mixtures",),
     "fit.table": ("FitTable", "SearchResult", "fit_table"),
-    "formats.names": ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"),
+    "formats.hardware": ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"),
     "hub.error_mapping": ("NotFound", "PushError", "Unreachable"),
     "hub.source": ("Source",),
     "options": ("Push",),

@@ -12,7 +12,7 @@ from .evaluation.results import Evaluation
 from .evaluation.types import OutputEvaluation
 from .files.destination import DiskSpace
 from .fit.table import FitTable, SearchResult
-from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
+from .formats.hardware import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .hub.error_mapping import NotFound, PushError, Unreachable
 from .hub.source import Source
 from .options import Push

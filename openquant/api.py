@@ -26,7 +26,7 @@ from .files.checkpoint import Fingerprint, readable
 from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
-from .formats.names import KEPT
+from .formats.hardware import KEPT
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher
 from .hub.source import silent, supply_shards

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .patterns import compile_pattern
-from .registry import dense, experts, fused, hybrid, latent, multimodal
+from .registry import dense, experts, hybrid, multimodal
 from .registry.architecture import Architecture, FusedLayers
 from .registry.parts import (
     ATTENTION,
@@ -36,7 +36,7 @@ MODELS: dict[str, Architecture] = {
             ignores_cache_scales=entry.name in IGNORED_CACHE_SCALES,
         ),
     )
-    for kind in (dense, fused, experts, latent, hybrid, multimodal)
+    for kind in (dense, experts, hybrid, multimodal)
     for entry in kind.ENTRIES
 }
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
-from .formats.names import (
+from .formats.hardware import (
     KEPT,
     SCHEME_NAMES,
     UNCHANGED,

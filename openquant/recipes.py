@@ -25,7 +25,7 @@ from typing import Any
 from .errors import UsageError
 from .files.checkpoint import readable
 from .files.model_files import JOURNAL_FILE, parse_json, read_small, short_repr
-from .formats.names import KEPT, UNCHANGED
+from .formats.hardware import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of, values_for
 from .plan.decisions import PlanOptions

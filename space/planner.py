@@ -28,8 +28,7 @@ from openquant.files.checkpoint import (
 from openquant.files.model_files import SINGLE_FILE
 from openquant.fit.budget import read_budget, refuse_options, weights_on_gpus
 from openquant.fit.table import table_of
-from openquant.formats.hardware import GPUS
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import GPUS, SCHEME_NAMES
 from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of
 from openquant.plan import summary
 from openquant.plan.plan import Plan, make_plan

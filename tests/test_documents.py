@@ -11,7 +11,7 @@ import docs_site
 import openquant
 from conftest import ROOT
 from openquant.cli.arguments import verb_parser
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 
 DOCUMENTS = sorted(
     path for place in (".", "docs", "docs/*", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md")

@@ -19,8 +19,7 @@ from conftest import EXAMPLE, ROOT
 from openquant import compress, explain, verify
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
-from openquant.formats.hardware import find_gpu, find_kernel
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES, find_gpu, find_kernel
 from support import messages, small_checkpoints
 from support.loopback_hub import LoopbackHub
 

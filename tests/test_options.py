@@ -23,8 +23,8 @@ from openquant import __version__
 from openquant.cli.commands import main
 from openquant.environment import install_commit
 from openquant.errors import UsageError
-from openquant.formats import names
-from openquant.formats.names import KEPT, UNCHANGED
+from openquant.formats import hardware
+from openquant.formats.hardware import KEPT, UNCHANGED
 from openquant.formats.schemes import SCHEMES
 from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
 from stub import make_stub
@@ -372,14 +372,16 @@ def test_literal_types_are_the_choices() -> None:
     def choices(name: str) -> set[object]:
         return set(options_of(Recipe)[name].choices or ())
 
-    assert set(get_args(names.SchemeName)) == choices("scheme")
-    assert set(get_args(names.FormatName)) == choices("format")
-    assert set(get_args(names.ScaleFormat)) == choices("scale_format")
-    assert set(get_args(names.ActivationScheme)) == choices("activation_scheme")
+    assert set(get_args(hardware.SchemeName)) == choices("scheme")
+    assert set(get_args(hardware.FormatName)) == choices("format")
+    assert set(get_args(hardware.ScaleFormat)) == choices("scale_format")
+    assert set(get_args(hardware.ActivationScheme)) == choices("activation_scheme")
     assert (
-        set(get_args(names.CacheScheme)) == choices("kv_cache") == set(options_of(Evaluate)["kv_cache"].choices or ())
+        set(get_args(hardware.CacheScheme))
+        == choices("kv_cache")
+        == set(options_of(Evaluate)["kv_cache"].choices or ())
     )
-    assert set(map(str, get_args(names.GroupSize))) == choices("group_size")
+    assert set(map(str, get_args(hardware.GroupSize))) == choices("group_size")
 
 
 def test_a_size_of_groups_may_be_a_number() -> None:

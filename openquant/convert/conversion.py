@@ -33,7 +33,7 @@ from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, f
 from ..formats.numbers import Codes, Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import Scheme
 from ..machine import first_line
-from ..plan.layout import (
+from ..plan.decisions import (
     CopyBytes,
     CopyRounded,
     CopyScale,

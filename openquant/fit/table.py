@@ -20,8 +20,7 @@ from typing import Any, cast
 from ..diagnosis.result import MEASURED, MODEL, activations, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
-from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
-from ..formats.names import SchemeName
+from ..formats.hardware import ENGINES_FOR, Kernel, SchemeName, find_kernel
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme

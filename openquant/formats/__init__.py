@@ -4,13 +4,13 @@ numbers        a Number is a numeric format, the values that codes stand for: E4
                in bytes; how a config asks for an FP8 KV cache, and names of its scales
 format         a Format is how one weight is stored, whichever tool wrote it: a Number, what shares a scale, tensor
                names; how activations are quantized; the types of GGUF
-schemes, names a Scheme is a Format that the user can ask for ("tensor", "int8"), its config, what engines do with it,
+schemes        a Scheme is a Format that the user can ask for ("tensor", "int8"), its config, what engines do with it,
                and the clip ratios that its search tries
 kernels        the scales and zero points of weights, weights to codes and back, with numpy; `compiled` does the same
                with numba, `reference` with torch
 quantization   reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ, GPTQ, auto-round and
                Quark
-hardware       on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name
+hardware       on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name; names of schemes
 
 scheme = find_scheme("block")
 scheme.format.parts("model.layers.0.mlp.up_proj", (12288, 4096))

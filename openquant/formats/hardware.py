@@ -14,6 +14,8 @@ measured; the others are what users report, rounded down, with ECC on where the 
 
     find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25233981440, "Ada")
     nearest_gpus("4900")        # ("RTX 4090",)
+
+The names of schemes are here for the command line, which must not load numpy; the schemes themselves are in schemes.py.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
-
-from .names import SCHEME_NAMES
+from typing import Literal, NamedTuple, TypeAlias
 
 # NVIDIA's generations: the first compute capability of each, times ten. Blackwell is both 10.x (B200) and 12.x (RTX 50,
 # RTX PRO). The kernels of one are often not those of the other, but for each of KERNELS both have some: at 12.x vLLM
@@ -119,8 +119,7 @@ KERNELS = (
     ),
     Kernel("vLLM", ("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_LINEAR}/nvfp4/flashinfer.py:119-126"),
     Kernel(
-        *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"),
-        f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36",
+        *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"), f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36"
     ),
     Kernel("vLLM", ("nvfp4", "nvfp4-w4a4"), ("MI300",), "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
     # Dense layers get MXFP4 activations there whatever the config says (compressed_tensors.py:811); experts get Marlin.
@@ -373,3 +372,52 @@ def nearest_gpus(name: str) -> tuple[str, ...]:
 def is_apple(name: str) -> bool:
     """Whether a name is that of a chip or computer of Apple: "m3-max", "Apple M2", "macbook"."""
     return len(name) <= LONGEST and _APPLE.match(_key(name)) is not None
+
+
+class SchemeInfo(NamedTuple):
+    """What help texts and the command line need of a scheme.
+
+    Attributes:
+        stored: what is stored: "one scale per output row".
+        suffix: ending of the default output directory.
+        mixes: whether one config can hold it together with other schemes.
+    """
+
+    stored: str
+    suffix: str
+    mixes: bool = True
+
+
+# For callers' type checkers; tests/test_options.py compares them with the choices of options.
+SchemeName: TypeAlias = Literal[
+    "tensor", "channel", "block", "mxfp8", "int8", "int8-weights", "int7", "int6", "int5", "int4", "int3", "int2",
+    "mxfp4", "nvfp4", "nvfp4-w4a4", "none", "keep"
+]  # fmt: skip
+FormatName: TypeAlias = Literal["fp8", "compressed-tensors"]
+ScaleFormat: TypeAlias = Literal["float", "ue8m0"]
+ActivationScheme: TypeAlias = Literal["dynamic", "static"]
+CacheScheme: TypeAlias = Literal["auto", "fp8"]
+GroupSize: TypeAlias = Literal["32", "64", "128", "channel", 32, 64, 128]
+
+# Chosen in place of a scheme, it leaves all weights as they are.
+UNCHANGED = "none"
+# Chosen in place of a scheme, it keeps the codes and scales of a quantized source.
+KEPT = "keep"
+KEPT_SUFFIX = "-CT"
+SCHEME_NAMES: dict[str, SchemeInfo] = {
+    "tensor": SchemeInfo("one scale per tensor", "-FP8"),
+    "channel": SchemeInfo("one per output row", "-FP8-dynamic"),
+    "block": SchemeInfo("one per 128x128 block", "-FP8-W128"),
+    "mxfp8": SchemeInfo("one per 32 inputs of a row", "-MXFP8", mixes=False),
+    "int8": SchemeInfo("INT8 weights and activations, one scale per output row", "-INT8"),
+    "int8-weights": SchemeInfo("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
+    "int7": SchemeInfo("integers of 7 bits, scales as in int4", "-INT7"),
+    "int6": SchemeInfo("integers of 6 bits, scales as in int4", "-INT6"),
+    "int5": SchemeInfo("integers of 5 bits, scales as in int4", "-INT5"),
+    "int4": SchemeInfo("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
+    "int3": SchemeInfo("integers of 3 bits, scales as in int4", "-INT3"),
+    "int2": SchemeInfo("integers of 2 bits, scales as in int4", "-INT2"),
+    "mxfp4": SchemeInfo("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
+    "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and a global scale", "-NVFP4"),
+    "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
+}

@@ -621,31 +621,23 @@ def _inner(value: Any, key: str) -> dict[str, Any]:
 # By key, the allowed values; None for keys that may have any value or are checked elsewhere.
 _Allowed = Mapping[str, tuple[Any, ...] | None]
 
-_LISTS: _Allowed = dict.fromkeys(IGNORE_KEYS)
+_ANYWHERE: _Allowed = dict.fromkeys((*IGNORE_KEYS, "quant_method", "kv_cache_scheme", "packed_modules_mapping"))
 _FP8_KEYS: _Allowed = {
-    **_LISTS,
-    "quant_method": None,
-    "activation_scheme": None,
-    "weight_block_size": None,
+    **_ANYWHERE,
+    **dict.fromkeys(("activation_scheme", "weight_block_size")),
     "fmt": (None, "e4m3", "float8_e4m3fn"),
     "scale_fmt": (None, "float", "ue8m0"),
     "store_dtype": (None,),
     "expert_dtype": (None, "fp8"),
     "dequantize": (None, False, True),
     "modules_to_convert": (None, []),
-    "packed_modules_mapping": None,
     "kv_cache_quant_algo": (None, "FP8"),
-    "kv_cache_scheme": None,
 }
 _DTYPES = (None, *(f"torch.{name}" for name in ("float32", "bfloat16", "float16", "uint8", "int8", "float8_e4m3fn")))
 _ARGUMENTS: _Allowed = {
+    **dict.fromkeys(("strategy", "group_size", "block_structure", "observer", "observer_kwargs")),
     "symmetric": (True,),
-    "strategy": None,
-    "group_size": None,
-    "block_structure": None,
     "actorder": (None, False),
-    "observer": None,
-    "observer_kwargs": None,
     "scale_dtype": _DTYPES,
     "zp_dtype": _DTYPES,
 }
@@ -668,25 +660,15 @@ _DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group")
 # Formats of integers whose activations must be quantized too (vLLM asserts that).
 _WITH_ACTIVATIONS = ("int-quantized", "naive-quantized")
 _GROUP: _Allowed = {
-    "targets": None,
-    "weights": None,
-    "input_activations": None,
+    **dict.fromkeys(("targets", "weights", "input_activations", "format")),
     "output_activations": (None,),
-    "format": None,
 }
 _COMPRESSED: _Allowed = {
-    **_LISTS,
-    "quant_method": None,
-    "config_groups": None,
+    **_ANYWHERE,
+    **dict.fromkeys(("config_groups", "format", "sparsity_config", "transform_config")),
+    **dict.fromkeys(("global_compression_ratio", "version")),
     "quantization_status": ("compressed", "frozen", "calibration", "initialized"),
-    "format": None,
-    "kv_cache_scheme": None,
-    "sparsity_config": None,
-    "transform_config": None,
     "moe_sparsity_config": (None,),
-    "global_compression_ratio": None,
-    "packed_modules_mapping": None,
-    "version": None,
 }
 
 

@@ -333,13 +333,8 @@ MXFP4 = Scheme(
     ),
 )
 
-_NV = {
-    "num_bits": 4,
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "scale_dtype": "torch.float8_e4m3fn",
-    "zp_dtype": "torch.float8_e4m3fn",
-}
+_NV: dict[str, Any] = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+_NV |= dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.float8_e4m3fn")
 NVFP4 = Scheme(
     "nvfp4",
     # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:40-85: uint8 [out, in / 2], E4M3
@@ -456,6 +451,7 @@ def _width(number: Number, clip_ratios: tuple[float, ...], quality: str) -> _Wid
     )
 
 
+_LOSS = "KL {} to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.37"
 _INT4 = _Width(
     INT4,
     "int4-w4a16",
@@ -467,21 +463,9 @@ _INT4 = _Width(
     ),
 )
 _WIDTHS = (
-    _width(
-        INT7,
-        _FINE,
-        "KL 0.007 to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.37",
-    ),
-    _width(
-        INT6,
-        _FINE,
-        "KL 0.026 to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.37",
-    ),
-    _width(
-        INT5,
-        (1.03, 1.005, 0.98, 0.955, 0.93, 0.905, 0.88),
-        "KL 0.10 to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.37",
-    ),
+    _width(INT7, _FINE, _LOSS.format("0.007")),
+    _width(INT6, _FINE, _LOSS.format("0.026")),
+    _width(INT5, (1.03, 1.005, 0.98, 0.955, 0.93, 0.905, 0.88), _LOSS.format("0.10")),
     _INT4,
     _width(
         INT3,
@@ -659,16 +643,9 @@ def find_scheme(
 
 # Schemes that one config can mix. MXFP8 has a format of its own, and we have no engine that could test the mixture.
 MIXED = (
-    TENSOR_COMPRESSED,
-    CHANNEL,
-    BLOCK_COMPRESSED,
-    INT8_W8A8,
-    INT8_W8A16,
+    *(TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16),
     *(scheme for groups in INTEGER_GROUPS.values() for scheme in groups),
-    *ASYMMETRIC,
-    MXFP4,
-    NVFP4,
-    NVFP4_W4A4,
+    *(*ASYMMETRIC, MXFP4, NVFP4, NVFP4_W4A4),
 )
 
 

@@ -484,7 +484,9 @@ def _match_options(
             if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
 
-        kept = [module for module in others if pattern.fullmatch(module)] if not matched else []
+        kept: list[str] = []
+        if not matched:
+            kept = [module for module in others if pattern.fullmatch(module)]
 
         if not matched and not (kept and harmless):
             hint = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"

@@ -2,8 +2,8 @@
 
     plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))
 
-All decisions are made here, and no tensor is read for them. `--dry-run` prints the plan (layout.py, summary.py), the
-conversion carries it out (layout.py), the output's config.json says it, and a resumed run continues it.
+All decisions are made here, and no tensor is read for them. `--dry-run` prints the plan (summary.py), the
+conversion carries it out (decisions.py), the output's config.json says it, and a resumed run continues it.
 
 Three plans choose no scheme: `make_plain_plan` dequantizes, `make_unchanged_plan` copies all weights and adds the
 scales of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes
@@ -28,7 +28,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.destination import Provenance
 from ..files.shardfile import TensorPlace
 from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
-from ..formats.names import UNCHANGED
+from ..formats.hardware import UNCHANGED
 from ..formats.numbers import DENSE, says_fp8_cache, with_fp8_cache
 from ..formats.quantization import Quantization, read_quantization
 from ..formats.schemes import KEPT_SCHEMES, Scheme
@@ -62,11 +62,14 @@ from .decisions import (
     Decisions,
     Item,
     Lack,
+    Layout,
     PassthroughTensor,
+    PlanLine,
     PlanOptions,
     StackedTensor,
     apply_transforms,
     gptq_weights,
+    plan_lines,
     quantization_config,
     refuse_repeats,
 )
@@ -84,7 +87,6 @@ from .engines import (
     refuse_schemes,
     source_notes,
 )
-from .layout import Layout, PlanLine, plan_lines
 from .serving import (
     add_scales,
     expect_calibration,

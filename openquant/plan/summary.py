@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from ..files.shardfile import TensorInfo
 from ..formats.format import Group
-from ..formats.names import KEPT, KEPT_SUFFIX, UNCHANGED
+from ..formats.hardware import KEPT, KEPT_SUFFIX, UNCHANGED
 from ..formats.schemes import Scheme
 from ..patterns import Ignored, compile_pattern, template
 from ..registry.architecture import (
@@ -32,9 +32,8 @@ from ..registry.architecture import (
 )
 from ..weights.weight import Weight
 from .architecture import TENSOR_PARALLEL_SIZES, ParallelSize, check_parallel_sizes, text_config, why_indivisible
-from .decisions import FEW_AXES, Decision, PassthroughTensor
+from .decisions import FEW_AXES, Decision, PassthroughTensor, output_tensors, weights_of_tensor
 from .engines import sglang_refusal
-from .layout import output_tensors, weights_of_tensor
 from .plan import Plan, has_fp8_cache, ignored_layers
 from .serving import Serving, estimate_serving
 

@@ -4,7 +4,7 @@ architecture    the types: an Architecture says what to quantize, fuse and divid
                 ModuleRules is what it says of each module, and ClassTensors which tensors a class has
 parts           attention, gated_mlp, routed_experts, wrap...: parts of a decoder layer, with how engines fuse and
                 divide them; smoothing rules; how vLLM builds embeddings
-dense, fused, experts, latent, hybrid, multimodal    the entries, by kind
+dense, experts, hybrid, multimodal    the entries, by kind
 
 A router of experts stays bfloat16 by a `Keep` with the reason ROUTER (parts.routed_experts, or an entry's `keep`). What
 is in architecture.NEVER_QUANTIZED stays even if the source has it quantized; plan/architecture.py applies both.

@@ -1,4 +1,4 @@
-"""Dense decoders: attention and an MLP in every layer."""
+"""Dense decoders: attention and an MLP in every layer. The files of some hold q, k and v of a layer as one tensor."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import replace
 from .architecture import (
     MTP_LAYER,
     ROUTER,
+    TOWER,
     CachedRows,
-    ExpertLayout,
     FusedLayers,
     Keep,
     ParallelSplit,
-    Refusal,
     SGLangLimits,
     SlidingWindows,
-    StackedExperts,
 )
 from .parts import (
     ATTENTION,
     BUILT_UNQUANTIZED,
+    COMPRESSED_LOADS,
     DENSE_SMOOTHING,
     FORMATS,
     FUSED_NAMES,
+    GATE_UP,
     GATE_UP_TENSOR,
     GEMMA2_SMOOTHING,
     GEMMA3_SMOOTHING,
@@ -40,14 +40,18 @@ from .parts import (
     PATTERN,
     PHI3_SMOOTHING,
     PLAIN_ATTENTION,
+    QKV,
     SCALES_LOST,
     SEVERAL_CACHES,
     STREAMS,
     LayerPart,
     attention,
     gated_mlp,
+    joined_attention,
     model,
     plain,
+    sglang_refuses,
+    stacked_experts,
 )
 
 WINDOWS = {
@@ -100,14 +104,7 @@ MIMO = replace(
 # Fused in the files as in vLLM (models/phi3.py); each of the fused parts must divide.
 PHI3 = model(
     "Phi3ForCausalLM",
-    LayerPart(
-        (".self_attn.{qkv_proj,o_proj}",),
-        splits=(
-            ParallelSplit(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
-            ParallelSplit(".self_attn.o_proj", "in", HEADS),
-        ),
-        cached=(CachedRows(".self_attn.qkv_proj", KV_HEADS),),
-    ),
+    joined_attention(".self_attn", "qkv_proj", "o_proj", replicated=True, parts=QKV),
     GATE_UP_TENSOR,
     renames=FUSED_NAMES,
     sglang=SCALES_LOST,
@@ -140,13 +137,7 @@ GEMMA4 = model(
     MLP,
     replace(
         gated_mlp(".experts.*", sglang=None),
-        experts=(
-            ExpertLayout(
-                ".experts",
-                (StackedExperts("gate_up_proj", ("gate_proj", "up_proj")), StackedExperts("down_proj", ("down_proj",))),
-                transformers=False,
-            ),
-        ),
+        experts=(stacked_experts(".experts", transformers=False),),
         keep=(Keep(".router.proj", ROUTER),),
     ),
     keep=(
@@ -186,23 +177,14 @@ DECILM = model(
     MLP,
     transformers_reads_blocks=False,
     # models/nemotron_nas.py:416 reads an attribute that only the compressed-tensors config has.
-    sglang=SGLangLimits((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
+    sglang=sglang_refuses("it fails on any file in it", COMPRESSED_LOADS, format="fp8"),
 )
 
 # Names of classes by what SGLang cannot load.
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
     SGLangLimits(): (
-        "Qwen2",
-        "Qwen3",
-        "Gemma3",
-        "Exaone4",
-        "Cohere",
-        "Cohere2",
-        "LLaMA",
-        "TeleChat3",
-        "PanguEmbedded",
-        "Rnj1",
+        *("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", "LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1"),
     ),
     NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
     PLAIN_ATTENTION: ("Olmo",),
@@ -210,7 +192,7 @@ DENSE_NAMES = {
     NAMELESS: ("Gemma2",),
     SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS): ("HunYuanDenseV1",),
     # SGLang models/solar.py:407 has pairs where packed_modules_mapping must have names.
-    SGLangLimits((Refusal(None, None, "its table of fused layers is broken", "vLLM loads it"),)): ("Solar",),
+    sglang_refuses("its table of fused layers is broken"): ("Solar",),
 }
 # vLLM models/opt.py: the MLP has no module of its own. Files from before transformers 4.23 have no prefix. If
 # embeddings are narrower than layers, two projections connect them.
@@ -233,21 +215,13 @@ GPT_J = model(
     attention("out_proj", "qkv_proj", ".attn"),
     plain(".mlp", "fc_in", "fc_out"),
     layers="transformer.h.*",
-    keep=(
-        Keep("transformer.wte", "embedding", divided=True),
-        Keep(".attn.bias", "causal mask"),
-    ),
+    keep=(Keep("transformer.wte", "embedding", divided=True), Keep(".attn.bias", "causal mask")),
     cache_refused=ONES_TAKEN,
     # models/gpt_j.py:290
-    sglang=SGLangLimits(
-        (
-            Refusal(
-                None,
-                "fp8",
-                "it asks the format for scales of the KV cache, which this format does not support",
-                "--format compressed-tensors loads",
-            ),
-        )
+    sglang=sglang_refuses(
+        "it asks the format for scales of the KV cache, which this format does not support",
+        COMPRESSED_LOADS,
+        format="fp8",
     ),
 )
 # vLLM models/exaone.py:403 calls the decoder "model"; SGLang models/exaone.py:205 calls attention self_attn.
@@ -319,6 +293,137 @@ MUSE_GLIMMER = model(
     transformers_reads_blocks=False,
 )
 
+
+H_TO_4H = plain(".mlp", "dense_h_to_4h", "dense_4h_to_h")
+FALCON_KV = "num_kv_heads"
+EQUAL_HEADS = (HEADS, HEADS, HEADS)
+# A flag that counts the one KV head too.
+MULTI_QUERY = ("multi_query", (HEADS, "multi_query", "multi_query"))
+
+# vLLM models/falcon.py:407-436 sorts every tensor that has an output axis. Its rows are, for each KV head, that of its
+# query heads, then its key and its value. Older models have one KV head (multi_query is the key that counts it), or as
+# many as query heads.
+FALCON = model(
+    "FalconForCausalLM",
+    joined_attention(
+        *(".self_attention", "query_key_value", "dense", FALCON_KV),
+        replicated=True,
+        parts=EQUAL_HEADS,
+        where=(("new_decoder_architecture", (HEADS, FALCON_KV, FALCON_KV)), MULTI_QUERY),
+        interleaved=True,
+    ),
+    H_TO_4H,
+    layers="transformer.h.*",
+    keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
+)
+
+# vLLM models/bloom.py:316-328 sorts every tensor with that name, scales too. Files from before transformers 4.50 have
+# no prefix.
+BLOOM = model(
+    "BloomForCausalLM",
+    joined_attention(
+        *(".self_attention", "query_key_value", "dense", HEADS),
+        parts=EQUAL_HEADS,
+        interleaved=True,
+        interleaved_all=True,
+    ),
+    H_TO_4H,
+    layers="{transformer.h,h}.*",
+    keep=(Keep("{transformer.word_embeddings,word_embeddings}", "embedding", divided=True),),
+    spellings=(("transformer.h.", "h."),),
+    head_refused=BUILT_UNQUANTIZED,
+)
+
+# Run by the engines' Transformers backends, which leave the interleaved heads as they are.
+GPT_NEOX = model(
+    "GPTNeoXForCausalLM",
+    joined_attention(".attention", "query_key_value", "dense", HEADS, equal_parts=3, heads=HEADS),
+    H_TO_4H,
+    layers="gpt_neox.layers.*",
+    keep=(
+        Keep("gpt_neox.embed_in", "embedding", divided=True),
+        Keep("embed_out", "output head", divided=True),
+        Keep(".attention.bias", "causal mask"),
+    ),
+    head_refused="it is called embed_out",
+    sglang=NO_GROUPS,
+)
+
+# Interleaved: for each KV head its query heads, then its key and its value. vLLM models/internlm2.py:158 leaves the
+# rows and sorts the outputs. It gathers as many as there are heads, so KV heads cannot be copied to ranks. transformers
+# has no such class, nor those of ChatGLM and Ling.
+INTERNLM2 = model(
+    "InternLM2ForCausalLM",
+    joined_attention(".attention", "wqkv", "wo", parts=QKV),
+    gated_mlp(".feed_forward", "w1", "w3", "w2"),
+    keep=(Keep("model.tok_embeddings", "embedding", divided=True), Keep("output", "output head", divided=True)),
+    head_refused="it is called output",
+    # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those with fewer rows.
+    sglang=sglang_refuses(
+        "it fails on scales that are not by row, as it sorts them", "--scheme channel loads", scales="not by row"
+    ),
+    transformers_reads_blocks=False,
+)
+
+# q, k and v follow one another. Files of GLM-4V have the same class names; only their vision_config tells them apart.
+# For them vLLM (models/chatglm.py:441) needs GLM4VForCausalLM.
+CHATGLM = model(
+    "ChatGLMModel",
+    joined_attention(
+        *(".self_attention", "query_key_value", "dense"),
+        replicated=True,
+        parts=EQUAL_HEADS,
+        where=(("multi_query_attention", QKV),),
+    ),
+    plain(".mlp", "dense_h_to_4h", "dense_4h_to_h", GATE_UP),
+    layers="transformer.encoder.layers.*",
+    keep=(
+        Keep("transformer.embedding.word_embeddings", "embedding", divided=True),
+        Keep("transformer.output_layer", "output head", divided=True),
+        Keep("transformer.vision.**", TOWER),
+    ),
+    head_refused="it is called output_layer",
+    transformers_reads_blocks=False,
+)
+
+# Run by vLLM's Transformers backend, which divides its attention, but not its MLP, for which it has no tensor-parallel
+# plan (models/transformers/base.py:480). Most models have one KV head, counted by the flag multi_query.
+GPT_BIGCODE = model(
+    "GPTBigCodeForCausalLM",
+    joined_attention(
+        *(".attn", "c_attn", "c_proj", "multi_query"), replicated=True, parts=EQUAL_HEADS, where=(MULTI_QUERY,)
+    ),
+    LayerPart((".mlp.{c_fc,c_proj}",)),
+    layers="transformer.h.*",
+    keep=(Keep("transformer.wte", "embedding", divided=True), Keep("transformer.wpe", "embedding")),
+    cache_refused=ONES_TAKEN,
+    # models/gpt_bigcode.py:295 loads all scales of c_attn for each of q, k and v.
+    sglang=sglang_refuses("it takes one scale for what c_attn holds", "--scheme tensor loads", scales="several"),
+)
+
+# Interleaved: for each head its key, then its value. vLLM models/telechat2.py:64-86 splits every tensor of that name by
+# row counts, and looks up all but the fused layers by other names. transformers has no such class.
+TELECHAT2 = model(
+    "TeleChat2ForCausalLM",
+    LayerPart(
+        (".self_attention.{query,key_value,dense}",),
+        (FusedLayers(".self_attention.{query,key_value}", "qkv_proj"),),
+        (
+            ParallelSplit(".self_attention.query", "out", HEADS),
+            ParallelSplit(
+                ".self_attention.key_value", "out", parts=(None, None), interleaved=True, interleaved_rows=True
+            ),
+            ParallelSplit(".self_attention.dense", "in", HEADS),
+        ),
+        cached=(CachedRows(".self_attention.key_value", KV_HEADS),),
+    ),
+    gated_mlp(".mlp"),
+    layers="transformer.h.*",
+    keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
+    renames=((".self_attention.dense", ".self_attention.o_proj"),),
+    transformers_reads_blocks=False,
+)
+
 ENTRIES = (
     *(
         replace(
@@ -357,4 +462,13 @@ ENTRIES = (
     replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),
     GEMMA4,
     GEMMA3N,
+    FALCON,
+    BLOOM,
+    GPT_NEOX,
+    INTERNLM2,
+    CHATGLM,
+    replace(CHATGLM, name="ChatGLMForConditionalGeneration"),
+    replace(CHATGLM, name="GLM4VForCausalLM"),
+    GPT_BIGCODE,
+    TELECHAT2,
 )

@@ -20,8 +20,19 @@ from .architecture import (
     SlidingWindows,
     StackedExperts,
 )
-from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
-from .latent import DEEPSEEK_V3, INDEXER, LATENT, latent
+from .experts import (
+    DEEPSEEK_V3,
+    DRAFTED_MLPS,
+    GRANITE_EXPERTS,
+    GRANITE_SHARED,
+    INDEXER,
+    LATENT,
+    MTP,
+    ROUTED,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    latent,
+)
 from .parts import (
     ATTENTION,
     BUILT_UNQUANTIZED,
@@ -37,6 +48,7 @@ from .parts import (
     model,
     plain,
     routed_experts,
+    sglang_refuses,
     wrap,
 )
 
@@ -222,12 +234,19 @@ GLM5_NEXT = model(
 
 # in_proj holds five parts, each of which vLLM divides by its own rule (layers/mamba/mamba_mixer2.py).
 STATE_SPACE = "state space inputs, of several kinds"
-MAMBA2 = LayerPart(
-    (".mamba.out_proj",),
-    splits=(ParallelSplit(".mamba.out_proj", "in", "mamba_n_heads"),),
-    keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
-    states=(RecurrentState(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
-)
+
+
+def mamba2(path: str, *sizes: str) -> LayerPart:
+    """Return a state space (Mamba 2) below a path; `sizes` are config keys of the sizes of its state, heads first."""
+    return LayerPart(
+        (f"{path}.out_proj",),
+        splits=(ParallelSplit(f"{path}.out_proj", "in", sizes[0]),),
+        keep=(Keep(f"{path}.in_proj", STATE_SPACE, divided=True), Keep(f"{path}.conv1d", CONVOLUTION)),
+        states=(RecurrentState(f"{path}.conv1d", sizes),),
+    )
+
+
+MAMBA2 = mamba2(".mamba", "mamba_n_heads", "mamba_d_head", "mamba_d_state")
 GRANITE_HYBRID = model(
     "GraniteMoeHybridForCausalLM",
     ATTENTION,
@@ -248,12 +267,7 @@ GRANITE_HYBRID = model(
 # State spaces only.
 MAMBA2_ALONE = model(
     "Mamba2ForCausalLM",
-    LayerPart(
-        (".mixer.out_proj",),
-        splits=(ParallelSplit(".mixer.out_proj", "in", "num_heads"),),
-        keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
-        states=(RecurrentState(".mixer.conv1d", ("num_heads", "head_dim", "state_size")),),
-    ),
+    mamba2(".mixer", "num_heads", "head_dim", "state_size"),
     layers="backbone.layers.*",
     keep=(Keep("backbone.embeddings", "embedding", divided=True),),
     # models/mamba2.py:202
@@ -440,9 +454,7 @@ BAILING_MOE_V3 = model(
     renames=((".attention.", ".self_attn."),),
     transformers_reads_blocks=False,
     # models/kimi_linear.py:294
-    sglang=SGLangLimits(
-        (Refusal(None, None, "it builds b_proj without quantization, which vLLM fuses with q, k, v", "vLLM loads it"),)
-    ),
+    sglang=sglang_refuses("it builds b_proj without quantization, which vLLM fuses with q, k, v"),
 )
 
 
@@ -567,18 +579,11 @@ MINIMAX_M3 = model(
     refused=(
         # models/minimax_m3/nvidia/model.py:975
         Refusal(
-            "block",
-            "fp8",
-            f"{VLLM} renames its block scales",
-            "use --scheme channel, or --format compressed-tensors",
+            "block", "fp8", f"{VLLM} renames its block scales", "use --scheme channel, or --format compressed-tensors"
         ),
         # model_executor/parameter.py:115
         Refusal(
-            None,
-            None,
-            f"{VLLM} has no place for a single scale of its index",
-            "use --scheme channel",
-            scales="single",
+            None, None, f"{VLLM} has no place for a single scale of its index", "use --scheme channel", scales="single"
         ),
     ),
     transformers_reads_blocks=False,

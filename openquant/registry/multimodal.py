@@ -19,23 +19,27 @@ from .architecture import (
     StackedExperts,
 )
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
-from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
-from .fused import QKV
+from .experts import DEEPSEEK_V32, ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
-from .latent import DEEPSEEK_V32
 from .parts import (
     ATTENTION,
+    COMPRESSED_LOADS,
+    GATE_UP,
     HEADS,
     IF_ENABLED,
     KV_HEADS,
     NO_CACHE,
     NO_GROUPS,
+    QKV,
     RENAMED,
     LayerPart,
     attention,
     gated_mlp,
     model,
+    plain,
     routed_experts,
+    sglang_refuses,
+    stacked_experts,
     wrap,
 )
 
@@ -129,18 +133,7 @@ QWEN2_VL = wrap(
 QWEN3_VL = wrap(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
 # Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
 QWEN3_VL_MOE = wrap(
-    replace(
-        QWEN3_MOE,
-        experts=(
-            ExpertLayout(
-                ".mlp.experts",
-                stacked=(
-                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
-                    StackedExperts("down_proj", ("down_proj",), transposed=True),
-                ),
-            ),
-        ),
-    ),
+    replace(QWEN3_MOE, experts=(stacked_experts(".mlp.experts", transposed=True),)),
     "Qwen3VLMoeForConditionalGeneration",
     QWEN_VISION,
     sglang=RENAMED,
@@ -155,15 +148,10 @@ LLAMA4_WRAPPED = wrap(
     "multi_modal_projector",
     layers="language_model.model.layers.*",
     # SGLang models/mllama4.py:607.
-    sglang=SGLangLimits(
-        (
-            Refusal(
-                "channel",
-                None,
-                "it reorders the rows of queries and keys, but not their scales",
-                "--scheme tensor, and -w 128 in the fp8 format, load",
-            ),
-        ),
+    sglang=sglang_refuses(
+        "it reorders the rows of queries and keys, but not their scales",
+        "--scheme tensor, and -w 128 in the fp8 format, load",
+        scheme="channel",
         # SGLang does not reorder these rows.
         unpacked=(".self_attn.{q,k}_proj",),
     ),
@@ -187,9 +175,7 @@ LFM2_VL = wrap(
     *PROJECTED,
     spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
     # SGLang models/lfm2_vl.py:69.
-    sglang=SGLangLimits(
-        (Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)
-    ),
+    sglang=sglang_refuses("it builds the projector without a name, and quantizes it"),
 )
 IDEFICS3 = wrap(
     LLAMA,
@@ -276,9 +262,7 @@ QWEN3_OMNI = wrap(
     towers=OMNI_TOWERS,
     # models/qwen3_omni_moe_thinker.py:1152
     head_refused=NAMELESS_HEAD,
-    sglang=SGLangLimits(
-        (Refusal(None, None, "it quantizes the towers, which it looks up by names not in the list", "vLLM loads it"),)
-    ),
+    sglang=sglang_refuses("it quantizes the towers, which it looks up by names not in the list"),
     transformers_reads_blocks=False,
 )
 # Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
@@ -386,12 +370,8 @@ DEEPSEEK_OCR = wrap(
 # Experts [E, H, 2I] and [E, I, H]. vLLM takes gate_up_proj as the name of gate and of up (models/llama.py:354) and
 # halves each tensor of that name (layers/fused_moe/routed_experts.py:1053), so they stay one tensor, whose scales must
 # have rows. It builds the shared experts without a name (models/aria.py:214).
-ARIA_EXPERTS = LayerPart(
-    (".mlp.experts.*.{gate_up_proj,down_proj}",),
-    splits=(
-        ParallelSplit(".mlp.experts.*.gate_up_proj", "out", parts=(None, None)),
-        ParallelSplit(".mlp.experts.*.down_proj", "in"),
-    ),
+ARIA_EXPERTS = replace(
+    plain(".mlp.experts.*", "gate_up_proj", parts=GATE_UP),
     experts=(
         ExpertLayout(
             ".mlp.experts",
@@ -596,14 +576,7 @@ ENTRIES = (
     replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
     QWEN3_VL,
     QWEN3_VL_MOE,
-    wrap(
-        GEMMA4,
-        "Gemma4ForConditionalGeneration",
-        "vision_tower",
-        "embed_vision",
-        "audio_tower",
-        "embed_audio",
-    ),
+    wrap(GEMMA4, "Gemma4ForConditionalGeneration", "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     DIFFUSION_GEMMA,
     wrap(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
     wrap(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
@@ -612,9 +585,7 @@ ENTRIES = (
         "Qwen4ExpForConditionalGeneration",
         QWEN_VISION,
         # SGLang models/qwen4_exp.py:124
-        sglang=SGLangLimits(
-            (Refusal(None, "fp8", "it reads the n-gram tables as FP8", "--format compressed-tensors loads"),)
-        ),
+        sglang=sglang_refuses("it reads the n-gram tables as FP8", COMPRESSED_LOADS, format="fp8"),
     ),
     wrap(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),
     LLAMA4_WRAPPED,

@@ -22,6 +22,7 @@ from .architecture import (
     SGLangLimits,
     SlidingWindows,
     SmoothingRule,
+    StackedExperts,
 )
 
 
@@ -69,20 +70,40 @@ def gated_mlp(
     )
 
 
-def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> LayerPart:
-    """Return an MLP without a gate.
+def plain(path: str, up: str = "up_proj", down: str = "down_proj", parts: tuple[None, ...] = ()) -> LayerPart:
+    """Return an MLP without a gate, or with gate and up in one tensor.
 
     Args:
         path: pattern of the MLP's module, relative to the decoder layer: ".mlp".
         up: last segment of the up projection's name.
         down: last segment of the down projection's name.
+        parts: None for each of the layers of equal size that the up projection holds; () if it is one layer.
 
     Returns:
         Patterns of the projections, and how ranks divide them.
     """
-    return LayerPart(
-        (f"{path}.{{{up},{down}}}",), (), (ParallelSplit(f"{path}.{up}", "out"), ParallelSplit(f"{path}.{down}", "in"))
-    )
+    splits = ParallelSplit(f"{path}.{up}", "out", parts=parts), ParallelSplit(f"{path}.{down}", "in")
+    return LayerPart((f"{path}.{{{up},{down}}}",), splits=splits)
+
+
+# Gate and up in one tensor: engines divide each half among ranks.
+GATE_UP = (None, None)
+
+
+def stacked_experts(
+    path: str, gate_up: str = "gate_up_proj", down: str = "down_proj", transposed: bool = False, **more: Any
+) -> ExpertLayout:
+    """Return routed experts in two tensors: gate and up of all experts of a layer, and down.
+
+    Args:
+        path: pattern of the experts' module, relative to the decoder layer: ".mlp.experts".
+        gate_up: name of the first tensor.
+        down: name of the second.
+        transposed: whether an expert's slices are [in, out].
+        more: other fields of ExpertLayout.
+    """
+    first = StackedExperts(gate_up, ("gate_proj", "up_proj"), transposed)
+    return ExpertLayout(path, (first, StackedExperts(down, ("down_proj",), transposed)), **more)
 
 
 def routed_experts(
@@ -173,7 +194,29 @@ def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".s
     )
 
 
+def joined_attention(
+    path: str, joined: str, out: str, cached: str = KV_HEADS, equal_parts: int = 0, **split: Any
+) -> LayerPart:
+    """Return attention whose files have q, k and v as one tensor.
+
+    Args:
+        path: pattern of the attention module, relative to the decoder layer: ".self_attn".
+        joined: last segment of that tensor's name.
+        out: last segment of the output projection's name.
+        cached: config key that counts the heads that are cached.
+        equal_parts: that of CachedRows.
+        split: how ranks divide the tensor: other fields of ParallelSplit.
+    """
+    return LayerPart(
+        (f"{path}.{{{joined},{out}}}",),
+        splits=(ParallelSplit(f"{path}.{joined}", "out", **split), ParallelSplit(f"{path}.{out}", "in", HEADS)),
+        cached=(CachedRows(f"{path}.{joined}", cached, equal_parts=equal_parts),),
+    )
+
+
 ATTENTION = attention()
+# Rows of q, k and v that follow one another.
+QKV = (HEADS, KV_HEADS, KV_HEADS)
 MLP = gated_mlp(".mlp")
 IF_ENABLED = SlidingWindows(enabled_by="use_sliding_window")
 PATTERN = "sliding_window_pattern"
@@ -181,11 +224,24 @@ PATTERN = "sliding_window_pattern"
 # Why vLLM cannot load a quantized layer, mostly the output head.
 BUILT_UNQUANTIZED = f"{VLLM} builds it without a quantization"
 
+
+def sglang_refuses(
+    why: str,
+    hint: str = "vLLM loads it",
+    *,
+    scheme: str | None = None,
+    format: str | None = None,
+    scales: Literal["several", "not by row"] | None = None,
+    **limits: Any,
+) -> SGLangLimits:
+    """Return that SGLang cannot load some schemes of an architecture: the fields of one Refusal, and other limits."""
+    return SGLangLimits((Refusal(scheme, format, why, hint, scales),), **limits)
+
+
 # Facts about SGLang, each found by running its loader (tests/serve/test_sglang.py).
 # models/llama.py:723 and llama4's rename every weight_scale_inv to weight_scale, which block layers do not have.
-SCALES_LOST = SGLangLimits(
-    (Refusal("block", "fp8", "it silently drops the scales of blocks", "--format compressed-tensors loads"),)
-)
+COMPRESSED_LOADS = "--format compressed-tensors loads"
+SCALES_LOST = sglang_refuses("it silently drops the scales of blocks", COMPRESSED_LOADS, scheme="block", format="fp8")
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16, whatever is stored"
 # Why vLLM loads no scales of the KV cache (tests/serve/test_serve_cache_scales.py asks it about all entries).
 # models/lfm2.py:193
@@ -217,15 +273,10 @@ IGNORED_CACHE_SCALES = (
 # models/olmo.py and stablelm.py build their attention without quantization.
 PLAIN_ATTENTION = SGLangLimits(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
 # They run on its Transformers backend, which prefixes all names of the config, "Linear" too.
-NO_GROUPS = SGLangLimits(
-    (
-        Refusal(
-            None,
-            "compressed-tensors",
-            "it finds no group of the compressed-tensors format for these layers",
-            "--scheme tensor and -w 128 load",
-        ),
-    ),
+NO_GROUPS = sglang_refuses(
+    "it finds no group of the compressed-tensors format for these layers",
+    "--scheme tensor and -w 128 load",
+    format="compressed-tensors",
     cache=NO_CACHE,
 )
 # SGLang builds these layers without names.
@@ -233,11 +284,7 @@ FORMATS = ("fp8", "compressed-tensors")
 NAMELESS = SGLangLimits(uniform_formats=FORMATS)
 # models/qwen2_vl.py:446 and similar ones rename the listed modules to names that they do not look up.
 RENAMED = SGLangLimits(uniform_formats=FORMATS[1:])
-# Gate and up in one tensor: engines divide each half among ranks.
-GATE_UP_TENSOR = LayerPart(
-    (".mlp.{gate_up_proj,down_proj}",),
-    splits=(ParallelSplit(".mlp.gate_up_proj", "out", parts=(None, None)), ParallelSplit(".mlp.down_proj", "in")),
-)
+GATE_UP_TENSOR = plain(".mlp", "gate_up_proj", parts=GATE_UP)
 
 # SGLang layers/quantization/utils.py:57-61 looks up the members of layers that these files store fused.
 FUSED_NAMES = (
@@ -329,118 +376,43 @@ QWEN2_MOE_SMOOTHING = (
 )
 
 
+def _classes(ending: str, bodies: str) -> list[str]:
+    """Names of classes with the same ending."""
+    return [body + ending for body in bodies.split()]
+
+
 # How vLLM finds the scheme of an input embedding. It builds those of all other classes without a quantization. Asked of
 # vLLM; tests/serve/test_auto.py asks again.
 BY_NAME = (
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "Qwen2ForCausalLM",
-    "MiMoForCausalLM",
-    "IQuestLoopCoderForCausalLM",
-    "PanguEmbeddedForCausalLM",
-    "OlmoForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "SmolLM3ForCausalLM",
-    "SeedOssForCausalLM",
-    "CwmForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "GlmForCausalLM",
-    "ArceeForCausalLM",
-    "Jais2ForCausalLM",
-    "VaultGemmaForCausalLM",
-    "Starcoder2ForCausalLM",
-    "PhiForCausalLM",
-    "StableLmForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "FlexOlmoForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "LagunaForCausalLM",
-    "MellumForCausalLM",
-    "DeepseekForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "AXK1ForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "Gemma4ForCausalLM",
-    "HrmTextForCausalLM",
-    "Gemma3nForCausalLM",
-    "MiMoV2FlashForCausalLM",
-    "MiMoV2ForCausalLM",
-    "KimiK25ForConditionalGeneration",
-    "KimiVLForConditionalGeneration",
-    "MiniMaxM3SparseForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "LightOnOCRForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration",
-    "AudioFlamingo3ForConditionalGeneration",
-    "FunASRForConditionalGeneration",
-    "Emu3ForConditionalGeneration",
-    "HunYuanVLForConditionalGeneration",
-    "VibeVoiceAsrForConditionalGeneration",
-    "QianfanOCRForConditionalGeneration",
-    "Qwen2_5OmniForConditionalGeneration",
+    *_classes(
+        "ForCausalLM",
+        "Qwen3 Qwen3Moe Gemma3 Qwen2 MiMo IQuestLoopCoder PanguEmbedded Olmo Olmo2 Olmo3 SmolLM3 SeedOss Cwm "
+        "HunYuanDenseV1 Glm Arcee Jais2 VaultGemma Starcoder2 Phi StableLm MiniMaxM2 Qwen2Moe FlexOlmo HunYuanMoEV1 "
+        "Ernie4_5_Moe Laguna Mellum Deepseek DeepseekV2 DeepseekV3 AXK1 Glm4MoeLite Gemma4 HrmText Gemma3n "
+        "MiMoV2Flash MiMoV2",
+    ),
+    *_classes(
+        "ForConditionalGeneration",
+        "Gemma3 KimiK25 KimiVL MiniMaxM3Sparse Gemma4 LightOnOCR Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe InternVL "
+        "LlavaOnevision Qwen2Audio Gemma4Unified AudioFlamingo3 FunASR Emu3 HunYuanVL VibeVoiceAsr QianfanOCR "
+        "Qwen2_5Omni Qwen3OmniMoe Qwen3ASR MossTranscribeDiarize",
+    ),
     "Qwen2_5OmniModel",
-    "Qwen3OmniMoeForConditionalGeneration",
-    "Qwen3ASRForConditionalGeneration",
     "Qwen3ASRRealtimeGeneration",
-    "MossTranscribeDiarizeForConditionalGeneration",
 )
 # vLLM hands on a quantization there, but no name.
 BY_CLASS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Llama4ForCausalLM",
-    "Llama4ForConditionalGeneration",
-    "Ministral3ForCausalLM",
-    "LLaMAForCausalLM",
-    "InternLM3ForCausalLM",
-    "IQuestCoderForCausalLM",
-    "TeleChat3ForCausalLM",
-    "TeleFLMForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteSWAForCausalLM",
-    "Exaone4ForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Phi3ForCausalLM",
-    "Glm4ForCausalLM",
-    "ApertusForCausalLM",
-    "HyperCLOVAXForCausalLM",
-    "OlmoeForCausalLM",
-    "GraniteMoeSharedForCausalLM",
-    "GraniteMoeSWAForCausalLM",
-    "ExaoneMoeForCausalLM",
-    "ExaoneMoEForCausalLM",
-    "Mistral3ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "LlavaNextVideoForConditionalGeneration",
-    "Idefics3ForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-    "Glm4vForConditionalGeneration",
-    "GlmOcrForConditionalGeneration",
-    "Exaone4_5_ForConditionalGeneration",
-    "GlmAsrForConditionalGeneration",
-    "GraniteSpeechForConditionalGeneration",
-    "GraniteSpeechPlusForConditionalGeneration",
-    "PaddleOCRVLForConditionalGeneration",
-    "Granite4VisionForConditionalGeneration",
-    "HCXVisionV2ForCausalLM",
-    "AriaForConditionalGeneration",
+    *_classes(
+        "ForCausalLM",
+        "Llama Mistral Llama4 Ministral3 LLaMA InternLM3 IQuestCoder TeleChat3 TeleFLM Granite GraniteSWA Exaone4 "
+        "Ernie4_5 Phi3 Glm4 Apertus HyperCLOVAX Olmoe GraniteMoeShared GraniteMoeSWA ExaoneMoe ExaoneMoE "
+        "HCXVisionV2",
+    ),
+    *_classes(
+        "ForConditionalGeneration",
+        "Llama4 Mistral3 Llava LlavaNext LlavaNextVideo Idefics3 SmolVLM Glm4v GlmOcr Exaone4_5_ GlmAsr "
+        "GraniteSpeech GraniteSpeechPlus PaddleOCRVL Granite4Vision Aria",
+    ),
 )
 
-EMBEDDINGS: dict[str, Literal["name", "class"]] = {
-    **dict.fromkeys(BY_NAME, "name"),
-    **dict.fromkeys(BY_CLASS, "class"),
-}
+EMBEDDINGS: dict[str, Literal["name", "class"]] = {**dict.fromkeys(BY_NAME, "name"), **dict.fromkeys(BY_CLASS, "class")}

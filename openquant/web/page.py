@@ -13,7 +13,7 @@ import gradio as gr
 
 from ..errors import OpenQuantError, UsageError
 from ..fit.budget import read_budget
-from ..formats.names import SCHEME_NAMES
+from ..formats.hardware import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, is_local, make_sections, push_words
 from .runs import DONE, RUNNING, WAITING, PageRun, Runs, result_html, run_title, status_html

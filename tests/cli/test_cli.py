@@ -23,7 +23,7 @@ import torch
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 from openquant.cli.commands import compress_main, main
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 from support import small_checkpoints
 
 KEYS = [

@@ -13,7 +13,7 @@ from conftest import EXAMPLE, ROOT
 from openquant import compress, diagnose, verify
 from openquant.cli.commands import main
 from openquant.diagnosis.result import MEASURED, MODEL
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 from support import small_checkpoints
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
 

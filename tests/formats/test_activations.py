@@ -43,7 +43,7 @@ OF_SCHEMES = [
     (INT8_W8A16, None),
     (NVFP4, None),
     (NVFP4_W4A4, NV),
-]
+]  # fmt: skip
 MODELOPT = {
     "FP8": STATIC,
     "FP8_PER_CHANNEL_PER_TOKEN": BY_TOKEN,

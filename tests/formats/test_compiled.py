@@ -22,7 +22,7 @@ GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
     """Beyond the largest code, subnormal, and zero of either sign."""
-    exponents = np.array([1, 3, 64, 127, 190, 240, 252], np.uint32)
+    exponents = np.array([1, 64, 127, 252], np.uint32)
     finite = np.arange(65536, dtype=np.uint16)
     bits = np.tile(finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128), (len(exponents), 1))
     mantissas = np.random.default_rng(0).integers(0, 1 << 23, (len(bits), 1), np.uint32)
@@ -35,10 +35,10 @@ def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
         np.testing.assert_array_equal(made[1], made[0], f"{number.name} {number.dtype}")
 
 
-def test_codes_stand_for_the_same_weights(subtests: pytest.Subtests) -> None:
+def test_codes_stand_for_the_same_weights() -> None:
     """All bytes, NaN too, whole groups or not, with zero points or none, and scales that take them beyond float32."""
     rows, cols = 150, 352
-    for number, group, low in itertools.product(NUMBERS, GROUPS, (0, 100, 256)):
+    for number, group, low in itertools.product(NUMBERS, GROUPS, (0, 100)):
         generator = np.random.default_rng(low)
         codes = generator.integers(0, 256, (rows, number.nbytes(cols)), np.uint8)
         height = group[0] or low + rows
@@ -48,9 +48,9 @@ def test_codes_stand_for_the_same_weights(subtests: pytest.Subtests) -> None:
             found = [np.zeros((rows, cols), np.float32) for _ in range(2)]
             for loops, out in zip((kernels, compiled), found, strict=True):
                 loops.decode_rows(codes, number, scale, group, low, out, zero)
-            with subtests.test(number=number.name, dtype=number.dtype, group=group, low=low, shifted=zero is not None):
-                np.testing.assert_array_equal(found[1], found[0])
-                assert (np.signbit(found[1]) == np.signbit(found[0])).all()
+            told = f"{number.name} {number.dtype} {group} {low} {zero is not None}"
+            np.testing.assert_array_equal(found[1], found[0], told)
+            assert (np.signbit(found[1]) == np.signbit(found[0])).all(), told
 
 
 def test_the_same_code_is_the_first_that_holds_no_value() -> None:
@@ -76,9 +76,9 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
 
 def test_the_same_of_several_scales_is_best() -> None:
     """However many groups there are: of many weights as good as random, which scale is best depends on each sum."""
-    for number, width, groups in itertools.product((INT4, E2M1), (16, 42, 4100), (1, 31, 33, 129)):
+    for number, width, groups in itertools.product((INT4, E2M1), (16, 42, 4100), (1, 33, 129)):
         generator = np.random.default_rng(width * groups)
-        for _ in range(20 if width < 100 else -(-64 // groups)):
+        for _ in range(6 if width < 100 else 1):
             bits = generator.integers(0x3E00, 0x3F80, (groups, width)).astype(np.uint16)
             usual = np.full(groups, 2 / number.span, np.float32)
             # As near to each other as float32 can tell.

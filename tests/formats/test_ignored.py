@@ -32,7 +32,7 @@ UNSOUND = [
     ("re:a(b", "missing ), unterminated subpattern at position 1"),
     ("re:*", "nothing to repeat at position 0"),
     (r"re:(?<n>a)+", "unknown extension ?<n at position 1"),
-]
+]  # fmt: skip
 
 
 def test_expressions_that_are_none() -> None:

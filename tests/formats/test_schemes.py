@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
-from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS, Number
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_absmax, group_global_scale, group_scale, stored_scale
@@ -205,7 +205,7 @@ COMPRESSED = [
     (MXFP4, MX | {"num_bits": 4}, None),
     (NVFP4, NV, None),
     (NVFP4_W4A4, NV, {**NV, "dynamic": "local"}),
-]
+]  # fmt: skip
 STORED = {
     MXFP8: "mxfp8-quantized",
     MXFP4: "mxfp4-pack-quantized",

@@ -21,9 +21,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import openquant
 from openquant import run as running
 from openquant.errors import SourceError, UsageError
+from openquant.files.gguf import read_gguf_header
+from openquant.formats.format import ggml_types
 from openquant.gguf import source
-from openquant.gguf.source import ARCHITECTURES, open_gguf
-from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, shapes_of, split_gguf, write_gguf
+from openquant.gguf.source import ARCHITECTURES, gguf_config, open_gguf
+from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, split_gguf, write_gguf
+from support.representatives import everything
 from support.rows import for_each
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -50,8 +53,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
+# By day rows in another order, experts, norms that add one and a part of a head that is rotated; at night all.
+BY_DAY = ("llama", "qwen3moe", "gemma2", "phi3")
+
+
 @pytest.mark.filterwarnings("ignore")
-@for_each("architecture", ARCHITECTURES)
+@for_each("architecture", ARCHITECTURES if everything() else BY_DAY)
 def test_a_file_becomes_what_transformers_makes_of_it(architecture: str, tmp_path: Path) -> None:
     # Types that divide all rows, of every kind.
     write_gguf(tmp_path / "m.gguf", architecture, DECODABLE)
@@ -84,7 +91,7 @@ def test_a_file_becomes_what_transformers_makes_of_it(architecture: str, tmp_pat
     assert ours.chat_template == TEMPLATE
 
 
-@for_each("scheme", ["tensor", "int4", "nvfp4"])
+@for_each("scheme", ["tensor", "nvfp4"])
 def test_decoded_weights_are_compressed_in_float32(scheme: str, tmp_path: Path) -> None:
     written = write_gguf(tmp_path / "m.gguf", "qwen3", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K])
     openquant.dequantize(tmp_path / "m.gguf", tmp_path / "plain")
@@ -177,21 +184,12 @@ def test_yarn_becomes_rope_scaling(tmp_path: Path) -> None:
 
 
 def test_large_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None:
-    layers = shapes_of("gemma2")
-    for layer in range(LAYERS, 46):
-        layers |= {
-            name.replace("blk.0.", f"blk.{layer}."): shape
-            for name, shape in layers.items()
-            if name.startswith("blk.0.")
-        }
-    metadata = {"block_count": 46, "attention.head_count": 1}
-    for layer in range(46):
-        layers |= {
-            f"blk.{layer}.attn_q.weight": (HEAD_DIM, WIDTH),
-            f"blk.{layer}.attn_output.weight": (WIDTH, HEAD_DIM),
-        }
-    write_gguf(tmp_path / "m.gguf", "gemma2", shapes=layers, metadata=metadata)
-    assert open_gguf(tmp_path / "m.gguf").checkpoint.config["query_pre_attn_scalar"] == WIDTH
+    """Told by its number of layers; that many take long to write and to build."""
+    write_gguf(tmp_path / "m.gguf", "gemma2")
+    header = read_gguf_header(tmp_path / "m.gguf", "m.gguf", ggml_types())
+    metadata = {**header.metadata, "gemma2.block_count": 46, "gemma2.attention.head_count": 1}
+    tensors = header.tensors | {f"blk.{layer}": next(iter(header.tensors.values())) for layer in range(46)}
+    assert gguf_config(metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
 
 
 def test_single_digits_are_tokens_where_the_vocabulary_was_made_so(tmp_path: Path) -> None:

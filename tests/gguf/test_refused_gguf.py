@@ -165,12 +165,9 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
         {"model": "llama", "pre": None, "merges": None, "scores": [-float(n) for n in range(len(BYTE_TOKENS))]},
         "m.gguf has the tokenizer 'llama', but its vocabulary is of another kind: no token begins with '▁'",
     ),
-    (
-        {"tokens": [token.replace("Ġ", "▁") for token in BYTE_TOKENS], "merges": ["h e"]},
-        "m.gguf has the tokenizer 'gpt2', but its vocabulary is of another kind: no token begins with 'Ġ'",
-    ),
+    ({"tokens": [token.replace("Ġ", "▁") for token in BYTE_TOKENS], "merges": ["h e"]}, "m.gguf has the tokenizer 'gpt2', but its vocabulary is of another kind: no token begins with 'Ġ'"),
     ({"unknown_token_id": 1 << 31}, "m.gguf: its tokenizer cannot be built: "),
-]
+]  # fmt: skip
 
 
 def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:

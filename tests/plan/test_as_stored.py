@@ -13,7 +13,7 @@ from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import stored_serving
 from support import small_checkpoints
-from support.published_checkpoints import published, with_few_experts
+from support.published_checkpoints import with_few_experts
 from support.rows import for_each
 
 
@@ -23,7 +23,7 @@ from support.rows import for_each
      "Phi3ForCausalLM", "Gemma3ForConditionalGeneration"],
 )  # fmt: skip
 def test_a_source_is_as_its_plan_says(name: str) -> None:
-    checkpoint = with_few_experts(published(name))
+    checkpoint = with_few_experts(name)
     plan = make_plan(checkpoint, TENSOR)
     assert summary.serving(plan) is not None
     assert stored_serving(checkpoint) == summary.serving(plan)[0]

@@ -17,12 +17,12 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.summary import ModuleExplanation, Rule, explain_modules
 from support import small_checkpoints
-from support.published_checkpoints import published, with_few_experts
+from support.published_checkpoints import with_few_experts
 from support.rows import for_each
 
 
 def planned(name: str, scheme: Scheme = TENSOR, **options: object) -> Plan:
-    return make_plan(with_few_experts(published(name)), scheme, PlanOptions(**options))  # type: ignore[arg-type]
+    return make_plan(with_few_experts(name), scheme, PlanOptions(**options))  # type: ignore[arg-type]
 
 
 def one(plan: Plan, asked: str) -> ModuleExplanation:
@@ -73,7 +73,7 @@ def test_a_stack_is_its_experts_and_draft_layers_are_counted() -> None:
 
 
 def test_what_no_pattern_covers_says_so() -> None:
-    plan = make_plan(with_few_experts(published("Qwen3MoeForCausalLM")), TENSOR, architecture="generic")
+    plan = make_plan(with_few_experts("Qwen3MoeForCausalLM"), TENSOR, architecture="generic")
     assert one(plan, "model.layers.0.mlp.gate").rule == Rule("rest", None)
 
 

@@ -147,14 +147,7 @@ def test_a_quantized_output_head(tmp_path: Path) -> None:
 # By name: how the source is stored, its config, and the format of the output.
 KEPT: dict[str, tuple[Make, dict[str, Any], str]] = {
     name: (*SOURCES[name][:2], "float-quantized")
-    for name in (
-        "fp8 blocks",
-        "fp8 blocks, bfloat16 scales",
-        "fp8 per tensor",
-        "Mistral's names",
-        STATIC,
-        "modelopt per row",
-    )
+    for name in ("fp8 blocks, bfloat16 scales", "Mistral's names", STATIC, "modelopt per row")
 } | {
     "awq": (awq(), awq_config(), "pack-quantized"),
     "gptq": (gptq(), gptq_config(), "pack-quantized"),

@@ -352,7 +352,7 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     )
     assert [note for note in plan.notes if "does not fit" not in note] == [
         "blocks do not divide, which leaves 6 of 14 layers (35.5 % of their bytes) unquantized; "
-        "--scheme tensor or channel quantizes them too",
+        "--scheme tensor or channel quantizes them too"
     ]
     assert summary.quantized_tensors(plan_of(root, TENSOR)) == 14
 

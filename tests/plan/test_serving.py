@@ -32,7 +32,7 @@ def with_config(checkpoint: Checkpoint, **more: Any) -> Checkpoint:
 
 def served(checkpoint: Checkpoint, **more: Any) -> Serving:
     """The output of the default scheme."""
-    found = summary.serving(make_plan(with_config(with_few_experts(checkpoint), **more), TENSOR))
+    found = summary.serving(make_plan(with_config(checkpoint, **more), TENSOR))
     assert found is not None
     return found[1]
 
@@ -104,7 +104,7 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
     ("HrmTextForCausalLM", {"H_cycles": 2, "L_cycles": 3}, 16 * (2 + 6) * 2 * 1536 * 2, 0),
 ])  # fmt: skip
 def test_what_is_kept_of_a_sequence(names: str, more: dict[str, Any], token: int, sequence: int) -> None:
-    cache = served(published(names), **more).cache
+    cache = served(with_few_experts(names), **more).cache
     assert cache is not None
     assert (cache.per_token(False), cache.per_sequence(False)) == (token, sequence)
 
@@ -114,7 +114,7 @@ def test_layers_without_a_window_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(MODELS, "GptOssForCausalLM", replace(MODELS["GptOssForCausalLM"], refused=()))
     types = ["sliding_attention", "full_attention"] * 12
     for more in ({"layer_types": types}, {}):
-        cache = served(published("GptOssForCausalLM"), sliding_window=128, **more).cache
+        cache = served(with_few_experts("GptOssForCausalLM"), sliding_window=128, **more).cache
         assert cache is not None
         assert cache.per_token(False) == 12 * 2 * 8 * 64 * 2
         assert cache.per_sequence(False) == 12 * 2 * 8 * 64 * 2 * 128
@@ -122,15 +122,15 @@ def test_layers_without_a_window_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() -> None:
     for names, fp8 in (("Qwen3ForCausalLM", 57344), ("DeepseekV3ForCausalLM", 61 * 576)):
-        cache = served(published(names)).cache
+        cache = served(with_few_experts(names)).cache
         assert cache is not None
         assert cache.per_token(True) == fp8
     # 512 codes, 4 scales of 4 bytes and 64 numbers of 2; of the index 128 codes and a scale.
-    cache = served(published("DeepseekV32ForCausalLM")).cache
+    cache = served(with_few_experts("DeepseekV32ForCausalLM")).cache
     assert cache is not None
     assert cache.per_token(True) == 61 * (512 + 16 + 128 + 128 + 4)
     # A state is not rounded.
-    cache = served(published("Qwen3NextForCausalLM"), **DELTA).cache
+    cache = served(with_few_experts("Qwen3NextForCausalLM"), **DELTA).cache
     assert cache is not None
     assert cache.per_sequence(True) == cache.per_sequence(False) == cache.state
 
@@ -151,7 +151,7 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
     ("HrmTextForCausalLM", {"L_cycles": 3}, "how often a token runs through a layer: config.json's H_cycles"),
 ])  # fmt: skip
 def test_what_is_not_known_is_not_guessed(names: str, more: dict[str, Any], why: str) -> None:
-    found = served(published(names), **more)
+    found = served(with_few_experts(names), **more)
     assert found.cache is None
     assert why in (found.unknown or "")
     assert found.weights_bytes > 10**8
@@ -179,18 +179,18 @@ def test_source_and_output_differ_by_their_weights() -> None:
     assert (source.weights_bytes, output.weights_bytes) == (summary.source_bytes(plan), summary.output_bytes(plan))
     assert source.cache == output.cache
     # Draft layers are not loaded.
-    plan = make_plan(with_few_experts(published("GlmMoeDsaForCausalLM")), TENSOR)
+    plan = make_plan(with_few_experts("GlmMoeDsaForCausalLM"), TENSOR)
     assert summary.serving(plan) is not None
     drafts = sum(line.bytes_after for line in plan.lines if line.why == "MTP layer")
     assert drafts > 0
     assert summary.serving(plan)[1].weights_bytes == summary.output_bytes(plan) - drafts
     # A plan that dequantizes says nothing.
-    assert summary.serving(make_plain_plan(with_few_experts(published("quantized/DeepseekV3ForCausalLM")))) is None
+    assert summary.serving(make_plain_plan(with_few_experts("quantized/DeepseekV3ForCausalLM"))) is None
 
 
 def test_gpus_and_tokens() -> None:
     """Qwen3-1.7B in FP8 on 24 GB, by hand; all figures of a larger one stay together."""
-    found = served(published("Qwen3ForCausalLM"), max_position_embeddings=40960)
+    found = served(with_few_experts("Qwen3ForCausalLM"), max_position_embeddings=40960)
     room = int(24e9 * UTILIZATION) - OVERHEAD - found.weights_bytes
     assert found.fits[0] == Fit(24, 1, room // 114688, room // 57344)
     plan = make_plan(with_config(published("DeepseekV3ForCausalLM"), max_position_embeddings=163840), TENSOR)

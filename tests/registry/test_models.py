@@ -22,7 +22,7 @@ from openquant.registry.architecture import ModuleRules
 from openquant.verification.verify import model_problems
 from openquant.version import VLLM
 from support import small_checkpoints
-from support.published_checkpoints import NAMES, lines_of, published, shortened
+from support.published_checkpoints import NAMES, lines_of, published, shortened, with_few_experts
 
 # Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
 EXPECTED = {
@@ -44,188 +44,86 @@ EXPECTED = {
     ),
     "Llama4ForConditionalGeneration": (48 * (4 + 3 + 3 * 16), None, [1, 2, 4, 8]),
 }
-# The same without the list of what is kept. Where blocks leave layers out that do not divide, both counts; where a
-# single scale does so too, that of rows before them.
-MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
-    "Ministral3ForCausalLM": (238, [1, 2, 4, 8, 16]),
-    "Qwen2ForCausalLM": (336, [1, 2, 4]),
-    "MiMoForCausalLM": (252, [1, 2]),
-    "GemmaForCausalLM": (126, [1, 2, 4, 8]),
-    "Gemma2ForCausalLM": (182, [1, 2, 4, 8]),
-    "OlmoForCausalLM": (224, [1, 2]),
-    "Olmo2ForCausalLM": (224, [1, 2]),
-    "Olmo3ForCausalLM": (224, [1, 2]),
-    "GraniteForCausalLM": (280, [1, 2, 4]),
-    "SmolLM3ForCausalLM": (252, [1, 2]),
-    "Exaone4ForCausalLM": (448, [1, 2]),
-    "CohereForCausalLM": (280, [1, 2, 4, 8, 16]),
-    "Cohere2ForCausalLM": (224, [1, 2, 4, 8, 16]),
-    "SeedOssForCausalLM": (448, [1, 2, 4, 8]),
-    "CwmForCausalLM": (448, [1, 2, 4, 8]),
-    "Ernie4_5ForCausalLM": (126, [1, 2, 4, 8]),
-    "HunYuanDenseV1ForCausalLM": (224, [1, 2, 4, 8, 16]),
-    "Phi3ForCausalLM": (160, [1, 2]),
-    "Glm4ForCausalLM": (240, [1]),
-    "GlmForCausalLM": (240, [1]),
-    "ArceeForCausalLM": (216, [1, 2, 4]),
-    "ApertusForCausalLM": (192, [1, 2, 4, 8]),
-    "Starcoder2ForCausalLM": (180, [1, 2, 4, 8]),
-    "PhiForCausalLM": (192, [1, 2, 4]),
-    "StableLmForCausalLM": (168, [1, 2, 4]),
-    "MixtralForCausalLM": (896, [1, 2, 4, 8, 16]),
-    "MiniMaxM2ForCausalLM": (47864, [1, 2, 4]),
-    "PhiMoEForCausalLM": (1664, [1, 2]),
-    "Qwen2MoeForCausalLM": (4488, [1]),
-    "OlmoeForCausalLM": (3136, [1, 2, 4, 8]),
-    "GraniteMoeForCausalLM": (2400, [1, 2, 4]),
-    "HunYuanMoEV1ForCausalLM": (6368, [1, 2, 4, 8]),
-    "Ernie4_5_MoeForCausalLM": (5380, [1, 2, 4]),
-    "ExaoneMoeForCausalLM": (18384, [1, 2, 4, 8, 16]),
-    "AfmoeForCausalLM": (11776, [1, 2, 4, 8]),
-    "Glm4MoeForCausalLM": ((17602, 17599), [1]),
-    "DeepseekV2ForCausalLM": ((5154, 5124), [1]),
-    "DeepseekV3ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
-    "Glm4MoeLiteForCausalLM": ((9161, 9067), [1, 2, 4]),
-    "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
-    "DeepseekV4ForCausalLM": (61 * 8 + 30 + 61 * 384 * 3, [1, 2, 4, 8]),
-    "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
-    "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
-    "Qwen4ExpForCausalLM": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
-    "Qwen4ExpForConditionalGeneration": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
-    "Glm5NextForCausalLM": (3 * 3 + 42 * 289 * 3, [1, 2, 4, 8, 16]),
-    "Glm5NextForConditionalGeneration": (3 * 3 + 42 * 289 * 3, [1, 2, 4, 8, 16]),
-    "HYV4ForCausalLM": ((78 * 5 + 3 + 77 * 257 * 3, 78 * 3 + 3 + 77 * 257 * 3), [1, 2, 4, 8, 16]),
-    "FalconH1ForCausalLM": (352, [1, 2, 4]),
-    "KimiLinearForCausalLM": ((20250, 20143), [1, 2, 4, 8]),
-    "Qwen3_5ForCausalLM": (150, [1, 2, 4, 8]),
-    "Qwen3_5MoeForCausalLM": (30970, [1, 2, 4]),
-    "GraniteMoeHybridForCausalLM": (7812, [1, 2, 4]),
-    "Lfm2ForCausalLM": (82, [1, 2, 4]),
-    "Lfm2MoeForCausalLM": (2160, [1, 2]),
-    "NemotronHForCausalLM": ((5981, 93), [1]),
-    **{f"NemotronH_{name}Omni_Reasoning_V3": ((5981, 93), [1]) for name in ("", "Nano_", "Super_")},
-    "NemotronH_Nano_VL_V2": (28 + 6 * 4 + 28 * 2, [1, 2, 4, 8]),
-    "Gemma4ForCausalLM": (245, [1, 2, 4, 8]),
-    "Gemma4ForConditionalGeneration": (410, [1, 2, 4, 8]),
-    "Gemma4ForConditionalGeneration-26b-a4b": ((11725, 115), [1, 2, 4, 8, 16]),
-    "Mistral3ForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
-    "InternVLForConditionalGeneration": (196, [1, 2, 4]),
-    "LlavaForConditionalGeneration": (224, [1, 2]),
-    "LlavaNextForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
-    "LlavaNextVideoForConditionalGeneration": (224, [1, 2]),
-    "LlavaOnevisionForConditionalGeneration": (196, [1, 2, 4]),
-    "PaliGemmaForConditionalGeneration": (126, [1, 2, 4, 8]),
-    "Cohere2VisionForConditionalGeneration": (448, [1, 2, 4, 8, 16]),
-    "Idefics3ForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
-    "SmolVLMForConditionalGeneration": (168, [1, 2, 4, 8, 16]),
-    "Lfm2VlForConditionalGeneration": (82, [1, 2, 4]),
-    "Qwen2AudioForConditionalGeneration": (224, [1, 2]),
-    "Glm4vForConditionalGeneration": (240, [1]),
-    "GlmOcrForConditionalGeneration": (96, [1, 2, 4]),
-    "Glm4vMoeForConditionalGeneration": ((17602, 17415), [1]),
-    "Exaone4_5_ForConditionalGeneration": (448, [1, 2]),
-    "Gemma4UnifiedForConditionalGeneration": (210, [1, 2, 4, 8]),
-    "AudioFlamingo3ForConditionalGeneration": (196, [1, 2, 4]),
-    "GlmAsrForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
-    "GraniteSpeechForConditionalGeneration": (280, [1, 2, 4]),
-    "GraniteSpeechPlusForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
-    "AriaForConditionalGeneration": (3780, [1]),
-    "MossTranscribeDiarizeForConditionalGeneration": (196, [1, 2, 4, 8]),
-    **dict.fromkeys(
-        ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), ((2196, 2193), [1])
+# The same without the list of what is kept, by the sizes: "NAME COUNT, ..". Where blocks leave layers out that do not
+# divide, both counts; where a single scale does so too, that of rows before them.
+COUNTS = {
+    (1,): (
+        "Glm4ForCausalLM 240, GlmForCausalLM 240, Qwen2MoeForCausalLM 4488, Glm4MoeForCausalLM 17602/17599, "
+        "DeepseekV2ForCausalLM 5154/5124, Qwen4ExpForCausalLM 74040, Qwen4ExpForConditionalGeneration 74040, "
+        "NemotronHForCausalLM 5981/93, NemotronH_Omni_Reasoning_V3 5981/93, NemotronH_Nano_Omni_Reasoning_V3 "
+        "5981/93, NemotronH_Super_Omni_Reasoning_V3 5981/93, Glm4vForConditionalGeneration 240, "
+        "Glm4vMoeForConditionalGeneration 17602/17415, AriaForConditionalGeneration 3780, DeepseekOCRForCausalLM "
+        "2196/2193, DeepseekOCR2ForCausalLM 2196/2193, UnlimitedOCRForCausalLM 2196/2193, "
+        "KimiVLForConditionalGeneration 5154/5127, HCXVisionV2ForCausalLM 504, MiniCPMForCausalLM 280, ChatGLMModel "
+        "112, ChatGLMForConditionalGeneration 160, GLM4VForCausalLM 160, DeepseekForCausalLM 5380/5377, "
+        "BailingMoeForCausalLM 5516, MellumForCausalLM 5488, OlmoHybridForCausalLM 248/152"
     ),
-    "DiffusionGemmaForBlockDiffusion": ((11725, 115), [1, 2, 4, 8, 16]),
-    "KimiVLForConditionalGeneration": ((5154, 5127), [1]),
-    "Molmo2ForConditionalGeneration": (144, [1, 2, 4, 8, 16]),
-    "HCXVisionV2ForCausalLM": (504, [1]),
-    "Qwen3ASRForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
-    "Qwen3ASRRealtimeGeneration": (196, [1, 2, 4, 8, 16]),
-    "Emu3ForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
-    "HunYuanVLForConditionalGeneration": (168, [1, 2, 4]),
-    "VibeVoiceAsrForConditionalGeneration": (196, [1, 2, 4]),
-    "LightOnOCRForConditionalGeneration": (196, [1, 2, 4, 8]),
-    "FunASRForConditionalGeneration": (196, [1, 2, 4, 8]),
-    "Granite4VisionForConditionalGeneration": (280, [1, 2, 4]),
-    "MiniCPMV4_6ForConditionalGeneration": ((200, 152), [1, 2, 4, 8, 16]),
-    "MiniCPMV4_7ForConditionalGeneration": ((200, 152), [1, 2, 4, 8, 16]),
-    "PaddleOCRVLForConditionalGeneration": (126, [1, 2, 4, 8]),
-    "QianfanOCRForConditionalGeneration": (224, [1, 2, 4]),
-    "InternVLChatModel": (196, [1, 2, 4]),
-    "CohereCompassForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
-    "Ernie4_5_VLMoeForConditionalGeneration": (10564, [1, 2, 4]),
-    "Qwen2_5OmniForConditionalGeneration": (196, [1, 2, 4]),
-    "Qwen2_5OmniModel": (196, [1, 2, 4]),
-    "Qwen3OmniMoeForConditionalGeneration": (18624, [1, 2]),
-    "Qwen2VLForConditionalGeneration": (196, [1, 2, 4]),
-    "Qwen2_5_VLForConditionalGeneration": (196, [1, 2, 4]),
-    "Qwen3VLForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
-    "Qwen3VLMoeForConditionalGeneration": (18624, [1, 2]),
-    "Qwen3_5ForConditionalGeneration": (400, [1, 2, 4, 8]),
-    "Qwen3_5MoeForConditionalGeneration": (30970, [1, 2, 4]),
-    "MiMoV2ForCausalLM": (70 * 4 + 3 + 69 * 384 * 3, [1, 2, 4]),
-    "MiMoV2FlashForCausalLM": (48 * 4 + 3 + 47 * 256 * 3, [1, 2]),
-    "HYV3ForCausalLM": (80 * 4 + 3 + 79 * 193 * 3, [1, 2, 4]),
-    "Step3p7ForConditionalGeneration": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),
-    "Step3p5ForCausalLM": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),
-    "MiniMaxM3SparseForConditionalGeneration": (60 * 4 + 57 * 2 + 3 * 3 + 57 * 129 * 3, [1, 2, 4, 8]),
-    "KimiK25ForConditionalGeneration": ((69547, 69425), [1, 2, 4, 8, 16]),
-    "LLaMAForCausalLM": (224, [1, 2]),
-    "InternLM3ForCausalLM": (336, [1, 2, 4, 8, 16]),
-    "IQuestLoopCoderForCausalLM": (560, [1, 2, 4, 8]),
-    "NemotronHPuzzleForCausalLM": (40 + 8 * 4 + 40 * 513 * 2, [1, 2]),
-    "IQuestCoderForCausalLM": (560, [1, 2, 4, 8]),
-    "TeleChat3ForCausalLM": (448, [1, 2, 4, 8, 16]),
-    "DeciLMForCausalLM": (49 * 4 + 80 * 3, [1, 2]),
-    "SolarForCausalLM": (448, [1, 2]),
-    "OrionForCausalLM": (280, [1, 2, 4, 8]),
-    "MiniCPMForCausalLM": (280, [1]),
-    "PanguEmbeddedForCausalLM": (238, [1, 2, 4]),
-    "Rnj1ForCausalLM": (224, [1, 2, 4, 8, 16]),
-    "GraniteSWAForCausalLM": (168, [1, 2, 4]),
-    "NemotronForCausalLM": (192, [1, 2, 4, 8, 16]),
-    "HyperCLOVAXForCausalLM": (266, [1, 2, 4, 8, 16]),
-    "GraniteMoeSharedForCausalLM": (2448, [1, 2, 4]),
-    "GraniteMoeSWAForCausalLM": (2448, [1, 2, 4]),
-    "ExaoneMoEForCausalLM": (18384, [1, 2, 4, 8, 16]),
-    "Jais2ForCausalLM": (192, [1, 2]),
-    "VaultGemmaForCausalLM": (182, [1, 2]),
-    "InternLM2ForCausalLM": (160, [1, 2, 4, 8]),
-    "ChatGLMModel": (112, [1]),
-    "ChatGLMForConditionalGeneration": (160, [1]),
-    "GLM4VForCausalLM": (160, [1]),
-    "DeepseekForCausalLM": ((28 * 4 + 3 + 27 * 65 * 3, 28 * 4 + 27 * 65 * 3), [1]),
-    "BailingMoeV2ForCausalLM": (20 * 2 + 3 + 19 * 257 * 3, [1, 2, 4]),
-    "BailingMoeV2_5ForCausalLM": ((24004, 23996), [1, 2, 4, 8]),
-    "BailingMoeV3ForCausalLM": ((61839, 61685), [1, 2]),
-    "BailingMoeForCausalLM": (28 * 2 + 28 * 65 * 3, [1]),
-    "GPTBigCodeForCausalLM": (160, [1, 2, 4, 8, 16]),
-    "GPTJForCausalLM": (168, [1, 2, 4, 8, 16]),
-    "ExaoneForCausalLM": (224, [1, 2, 4, 8, 16]),
-    "TeleChat2ForCausalLM": ((120, 180, 120), [1, 2, 4, 8, 16]),
-    "OPTForCausalLM": (192, [1, 2, 4, 8, 16]),
-    "Blip2ForConditionalGeneration": (192, [1, 2, 4]),
-    "FlexOlmoForCausalLM": (32 * (4 + 7 * 3), [1, 2]),
-    "Cohere2MoeForCausalLM": (40 * 4 + 3 + 39 * 9 * 3, [1, 2, 4, 8, 16]),
-    "LagunaForCausalLM": (40 * 4 + 3 + 39 * 257 * 3, [1, 2, 4]),
-    "MellumForCausalLM": (28 * (4 + 64 * 3), [1]),
-    "AXK1ForCausalLM": ((61 * 4 + 3 + 60 * 193 * 3, 61 * 2 + 3 + 60 * 193 * 3), [1, 2, 4, 8, 16]),
-    "MiniCPM3ForCausalLM": ((62 * 7, 62 * 6), [1, 2]),
-    # 2880 rows of linear layers are no blocks.
-    "OlmoHybridForCausalLM": ((24 * 5 + 8 * 4 + 32 * 3, 24 + 8 * 4 + 32 * 3), [1]),
-    "Mamba2ForCausalLM": (64, [1, 2, 4, 8, 16]),
-    "JambaForCausalLM": (4 * 4 + 16 * 3 + 16 * 16 * 3, [1, 2, 4, 8, 16]),
-    # 21824 is no multiple of 128.
-    "TeleFLMForCausalLM": ((64 * 7, 64 * 4), [1, 2, 4, 8, 16]),
-    "FalconForCausalLM": ((320, 240), [1, 2, 4]),
-    "BloomForCausalLM": ((210, 280, 280), [1, 2, 4, 8, 16]),
-    "LongcatFlashForCausalLM": ((28 * (8 + 6 + 512 * 3), 28 * (4 + 6 + 512 * 3)), [1, 2, 4, 8, 16]),
-    "Dots3NoteForCausalLM": ((46 * 4 + 3 + 45 * 257 * 3, 46 * 2 + 3 + 45 * 257 * 3), [1, 2, 4]),
-    "Gemma3nForConditionalGeneration": (30 * 7, [1, 2, 4, 8]),
-    "Gemma3nForCausalLM": (30 * 7, [1, 2, 4, 8]),
-    "HrmTextForCausalLM": (2 * 16 * 4, [1, 2, 4]),
-    "MuseGlimmerForCausalLM": (52 * 8, [1, 2, 4]),
-    "MuseGlimmerForConditionalGeneration": (52 * 8, [1, 2, 4]),
-    "GPTNeoXForCausalLM": (128, [1, 2, 4, 8, 16]),
+    (1, 2): (
+        "MiMoForCausalLM 252, OlmoForCausalLM 224, Olmo2ForCausalLM 224, Olmo3ForCausalLM 224, SmolLM3ForCausalLM "
+        "252, Exaone4ForCausalLM 448, Phi3ForCausalLM 160, PhiMoEForCausalLM 1664, Lfm2MoeForCausalLM 2160, "
+        "LlavaForConditionalGeneration 224, LlavaNextVideoForConditionalGeneration 224, "
+        "Qwen2AudioForConditionalGeneration 224, Exaone4_5_ForConditionalGeneration 448, "
+        "Qwen3OmniMoeForConditionalGeneration 18624, Qwen3VLMoeForConditionalGeneration 18624, "
+        "MiMoV2FlashForCausalLM 36291, Step3p7ForConditionalGeneration 36603, Step3p5ForCausalLM 36603, "
+        "LLaMAForCausalLM 224, NemotronHPuzzleForCausalLM 41112, DeciLMForCausalLM 436, SolarForCausalLM 448, "
+        "Jais2ForCausalLM 192, VaultGemmaForCausalLM 182, BailingMoeV3ForCausalLM 61839/61685, FlexOlmoForCausalLM "
+        "800, MiniCPM3ForCausalLM 434/372"
+    ),
+    (1, 2, 4): (
+        "Qwen2ForCausalLM 336, GraniteForCausalLM 280, ArceeForCausalLM 216, PhiForCausalLM 192, "
+        "StableLmForCausalLM 168, MiniMaxM2ForCausalLM 47864, GraniteMoeForCausalLM 2400, Ernie4_5_MoeForCausalLM "
+        "5380, Glm4MoeLiteForCausalLM 9161/9067, Qwen3NextForCausalLM 73992, FalconH1ForCausalLM 352, "
+        "Qwen3_5MoeForCausalLM 30970, GraniteMoeHybridForCausalLM 7812, Lfm2ForCausalLM 82, "
+        "InternVLForConditionalGeneration 196, LlavaOnevisionForConditionalGeneration 196, "
+        "Lfm2VlForConditionalGeneration 82, GlmOcrForConditionalGeneration 96, "
+        "AudioFlamingo3ForConditionalGeneration 196, GraniteSpeechForConditionalGeneration 280, "
+        "HunYuanVLForConditionalGeneration 168, VibeVoiceAsrForConditionalGeneration 196, "
+        "Granite4VisionForConditionalGeneration 280, QianfanOCRForConditionalGeneration 224, InternVLChatModel 196, "
+        "Ernie4_5_VLMoeForConditionalGeneration 10564, Qwen2_5OmniForConditionalGeneration 196, Qwen2_5OmniModel "
+        "196, Qwen2VLForConditionalGeneration 196, Qwen2_5_VLForConditionalGeneration 196, "
+        "Qwen3_5MoeForConditionalGeneration 30970, MiMoV2ForCausalLM 79771, HYV3ForCausalLM 46064, "
+        "PanguEmbeddedForCausalLM 238, GraniteSWAForCausalLM 168, GraniteMoeSharedForCausalLM 2448, "
+        "GraniteMoeSWAForCausalLM 2448, BailingMoeV2ForCausalLM 14692, Blip2ForConditionalGeneration 192, "
+        "LagunaForCausalLM 30232, FalconForCausalLM 320/240, Dots3NoteForCausalLM 34882/34790, HrmTextForCausalLM "
+        "128, MuseGlimmerForCausalLM 416, MuseGlimmerForConditionalGeneration 416"
+    ),
+    (1, 2, 4, 8): (
+        "GemmaForCausalLM 126, Gemma2ForCausalLM 182, SeedOssForCausalLM 448, CwmForCausalLM 448, "
+        "Ernie4_5ForCausalLM 126, ApertusForCausalLM 192, Starcoder2ForCausalLM 180, OlmoeForCausalLM 3136, "
+        "HunYuanMoEV1ForCausalLM 6368, AfmoeForCausalLM 11776, DeepseekV4ForCausalLM 70790, KimiLinearForCausalLM "
+        "20250/20143, Qwen3_5ForCausalLM 150, NemotronH_Nano_VL_V2 108, Gemma4ForCausalLM 245, "
+        "Gemma4ForConditionalGeneration 410, PaliGemmaForConditionalGeneration 126, "
+        "Gemma4UnifiedForConditionalGeneration 210, MossTranscribeDiarizeForConditionalGeneration 196, "
+        "LightOnOCRForConditionalGeneration 196, FunASRForConditionalGeneration 196, "
+        "PaddleOCRVLForConditionalGeneration 126, Qwen3_5ForConditionalGeneration 400, "
+        "MiniMaxM3SparseForConditionalGeneration 22422, IQuestLoopCoderForCausalLM 560, IQuestCoderForCausalLM 560, "
+        "OrionForCausalLM 280, InternLM2ForCausalLM 160, BailingMoeV2_5ForCausalLM 24004/23996, "
+        "Gemma3nForConditionalGeneration 210, Gemma3nForCausalLM 210"
+    ),
+    (1, 2, 4, 8, 16): (
+        "Ministral3ForCausalLM 238, CohereForCausalLM 280, Cohere2ForCausalLM 224, HunYuanDenseV1ForCausalLM 224, "
+        "MixtralForCausalLM 896, ExaoneMoeForCausalLM 18384, DeepseekV3ForCausalLM 44971/44849, "
+        "DeepseekV32ForCausalLM 44971/44849, GlmMoeDsaForCausalLM 58146/57990, Glm5NextForCausalLM 36423, "
+        "Glm5NextForConditionalGeneration 36423, HYV4ForCausalLM 59760/59604, "
+        "Gemma4ForConditionalGeneration-26b-a4b 11725/115, Mistral3ForConditionalGeneration 280, "
+        "LlavaNextForConditionalGeneration 224, Cohere2VisionForConditionalGeneration 448, "
+        "Idefics3ForConditionalGeneration 224, SmolVLMForConditionalGeneration 168, GlmAsrForConditionalGeneration "
+        "196, GraniteSpeechPlusForConditionalGeneration 280, DiffusionGemmaForBlockDiffusion 11725/115, "
+        "Molmo2ForConditionalGeneration 144, Qwen3ASRForConditionalGeneration 196, Qwen3ASRRealtimeGeneration 196, "
+        "Emu3ForConditionalGeneration 224, MiniCPMV4_6ForConditionalGeneration 200/152, "
+        "MiniCPMV4_7ForConditionalGeneration 200/152, CohereCompassForConditionalGeneration 280, "
+        "Qwen3VLForConditionalGeneration 196, KimiK25ForConditionalGeneration 69547/69425, InternLM3ForCausalLM "
+        "336, TeleChat3ForCausalLM 448, Rnj1ForCausalLM 224, NemotronForCausalLM 192, HyperCLOVAXForCausalLM 266, "
+        "ExaoneMoEForCausalLM 18384, GPTBigCodeForCausalLM 160, GPTJForCausalLM 168, ExaoneForCausalLM 224, "
+        "TeleChat2ForCausalLM 120/180/120, OPTForCausalLM 192, Cohere2MoeForCausalLM 1216, AXK1ForCausalLM "
+        "34987/34865, Mamba2ForCausalLM 64, JambaForCausalLM 832, TeleFLMForCausalLM 448/256, BloomForCausalLM "
+        "210/280/280, LongcatFlashForCausalLM 43400/43288, GPTNeoXForCausalLM 128"
+    ),
+}
+MORE: dict[str, tuple[tuple[int, ...], list[int]]] = {
+    name: (tuple(map(int, counts.split("/"))), list(sizes))
+    for sizes, text in COUNTS.items()
+    for name, counts in (row.split(" ") for row in text.split(", "))
 }
 
 
@@ -242,7 +140,8 @@ WHOLE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 @pytest.mark.parametrize("name", [*EXPECTED, *MORE])
 def test_published_names_plan_without_a_misfit(name: str) -> None:
     count, ignored, parallel = EXPECTED[name] if name in EXPECTED else (MORE[name][0], None, MORE[name][1])
-    of_tensor, of_rows, of_block = (count[0], *count[-2:]) if isinstance(count, tuple) else (count,) * 3
+    counts = count if isinstance(count, tuple) else (count,)
+    of_tensor, of_rows, of_block = counts[0], *(counts[0], *counts)[-2:]
     whole = published(name)
     model = MODELS[whole.architecture]
     assert model_problems(ModuleRules(model), whole.tensors.values(), whole) == []
@@ -312,7 +211,7 @@ def test_refused_schemes_say_why_and_what_to_do() -> None:
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_draft_layers_stay_and_are_listed(name: str) -> None:
-    checkpoint = published(name)
+    checkpoint = with_few_experts(name)
     plan = make_plan(checkpoint, TENSOR)
     draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
     kept = {module for line in plan.lines if line.why == "MTP layer" for module in line.names}
@@ -387,7 +286,7 @@ def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
 
 def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() -> None:
     """vLLM vllm/models/deepseek_v4/nvidia/mtp.py."""
-    listed = {*ignored_layers(make_plan(published("DeepseekV4ForCausalLM"), BLOCK))}
+    listed = {*ignored_layers(make_plan(with_few_experts("DeepseekV4ForCausalLM"), BLOCK))}
     layer = "model.layers.61"
     assert {
         f"{layer}.{name}" for name in ("e_proj", "h_proj", "attn.fused_wqa_wkv", "attn.wq_b", "ffn.experts")
@@ -397,10 +296,11 @@ def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() ->
 
 
 def test_what_engines_read_beside_the_quantization_is_written() -> None:
-    checkpoint = published("DeepseekV4ForCausalLM")
-    assert output_config(make_plan(checkpoint, BLOCK))["expert_dtype"] == "fp8"
-    assert "expert_dtype" not in output_config(make_plain_plan(published("quantized/DeepseekV4ForCausalLM")))
-    assert "expert_dtype" not in output_config(make_plan(published("DeepseekV3ForCausalLM"), BLOCK))
+    few = {name: with_few_experts(f"{name}ForCausalLM") for name in ("DeepseekV4", "DeepseekV3")}
+    assert output_config(make_plan(few["DeepseekV4"], BLOCK))["expert_dtype"] == "fp8"
+    stored = with_few_experts("quantized/DeepseekV4ForCausalLM")
+    assert "expert_dtype" not in output_config(make_plain_plan(stored))
+    assert "expert_dtype" not in output_config(make_plan(few["DeepseekV3"], BLOCK))
 
 
 def test_entries_are_sound() -> None:
@@ -452,14 +352,14 @@ def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
 
 def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
     # Experts of 768 rows: six blocks, which 4 ranks do not share.
-    plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, PlanOptions(tp=4))
-    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
+    plan = make_plan(with_few_experts("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, PlanOptions(tp=4))
+    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 4}
     assert summary.parallel_sizes(plan) == [1, 2, 4, 8, 16]
     targets = plan.quantization_config["config_groups"]["group_1"]["targets"]
     assert targets == [rf"re:(.*[.])?layers[.]{layer}[.]mlp[.]experts[.].*" for layer in range(48)]
     # A projection of 576 rows, and the one it is joined with.
-    plan = make_plan(published("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
-    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 44971 - 2 * 61, CHANNEL: 2 * 61}
+    plan = make_plan(with_few_experts("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
+    assert summary.schemes(plan)[CHANNEL] == 2 * 61
     assert (
         "model.layers.60.self_attn.fused_qkv_a_proj" in plan.quantization_config["config_groups"]["group_1"]["targets"]
     )

@@ -15,7 +15,7 @@ from openquant.models import MODELS, find_body, find_entry
 from openquant.patterns import compile_pattern
 from openquant.plan.plan import Plan, ignored_layers, make_plan
 from openquant.registry.architecture import HEAD, ModuleRules
-from support.published_checkpoints import NAMES, published, shortened, with_few_experts
+from support.published_checkpoints import NAMES, shortened, with_few_experts
 from support.small_checkpoints import refused
 
 FILES = sorted(path.stem for path in NAMES.glob("*.txt"))
@@ -55,7 +55,7 @@ def schemes_of(plan: Plan, prefix: str = "") -> dict[str, str | None]:
 
 @pytest.mark.parametrize("file", [name for name in FILES if not name.startswith("GptOss")])
 def test_a_base_class_and_a_classifier_are_planned_like_their_class(subtests: pytest.Subtests, file: str) -> None:
-    checkpoint = shortened(with_few_experts(published(file)))[0]
+    checkpoint = shortened(with_few_experts(file))[0]
     plan = plan_of(checkpoint)
     notes = "\n".join(plan.notes)
     is_layer = compile_pattern(f"{plan.model.layers}.**").fullmatch

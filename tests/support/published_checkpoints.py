@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ NAMES = Path(__file__).parents[1] / "names"
 _RANGES = re.compile(r"\{([\d.,]+)\}")
 
 
-def expand(name: str) -> list[str]:
+def expand(name: str, experts: int | None = None) -> list[str]:
+    """The names that ranges in braces stand for; of so many experts, if not of all."""
     found = _RANGES.search(name)
     if not found:
         return [name]
     bounds = [[int(bound) for bound in part.split("..")] for part in found[1].split(",")]
     # One number, the first and the last, or these and a step.
     numbers = [n for first, *rest in bounds for n in range(first, (rest or [first])[0] + 1, *rest[1:])]
-    return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :])]
+    if experts is not None and name[: found.start()].endswith(".experts."):
+        numbers = [number for number in numbers if number < experts]
+    return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :], experts)]
 
 
 def published(name: str) -> Checkpoint:
@@ -32,7 +36,13 @@ def published(name: str) -> Checkpoint:
     return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0])
 
 
-def described(text: str, architecture: str) -> Checkpoint:
+@cache
+def with_few_experts(name: str) -> Checkpoint:
+    """The same with the first four of the experts that are stored one by one: all are named and sized alike."""
+    return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0], experts=4)
+
+
+def described(text: str, architecture: str, experts: int | None = None) -> Checkpoint:
     """A checkpoint as a names file describes it, all in one shard; nothing of it is on disk."""
     tensors: dict[str, TensorInfo] = {}
     config: dict[str, Any] = {}
@@ -54,8 +64,8 @@ def described(text: str, architecture: str) -> Checkpoint:
         if line.startswith("#"):
             continue
         pattern, count, shape, dtype = re.split(r"  +", line)
-        names = expand(pattern)
-        assert len(names) == int(count)
+        names = expand(pattern, experts)
+        assert experts is not None or len(names) == int(count)
         sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
         tensors |= {full: TensorInfo(full, dtype, sizes) for full in names}
     where, offset = {}, 0
@@ -77,14 +87,6 @@ def _merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """A config with more keys, also in its parts."""
     parts = {key: _merged(config.get(key, {}), value) for key, value in more.items() if isinstance(value, dict)}
     return {**config, **more, **parts}
-
-
-def with_few_experts(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with the first four of the experts that are stored one by one: all are named and sized alike."""
-    tensors = {
-        name: info for name, info in checkpoint.tensors.items() if not re.search(r"\.experts\.(\d\d|[4-9])", name)
-    }
-    return replace(checkpoint, tensors=tensors, where={name: checkpoint.where[name] for name in tensors})
 
 
 def shortened(checkpoint: Checkpoint) -> tuple[Checkpoint, Counter[str]]:

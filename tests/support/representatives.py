@@ -1,7 +1,8 @@
 """Architectures and schemes that stand for all: each registry feature and each kind of layer that changes how a model runs is in one.
 
-tests/registry/test_every_architecture.py walks all architectures once. What tests a mechanism (a continued pass, a pack, a
-Hessian) and not an entry runs on these; `.ci/nightly` sets OPENQUANT_ALL=1, and runs it on all.
+tests/registry/test_every_architecture.py walks all architectures once, by day one of those whose entries are alike. What tests
+a mechanism (a continued pass, a pack, a Hessian) and not an entry runs on these; `.ci/nightly` sets OPENQUANT_ALL=1, and runs
+it on all.
 """
 
 from __future__ import annotations

@@ -17,22 +17,25 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.model import StreamedModel
 
-# The second is longer than what small models pick from or take at a time (64), the last than all windows (512).
-SHORT, LONG, BEYOND = (
-    torch.randint(10, 500, (1, length), generator=torch.Generator().manual_seed(length)) for length in (32, 96, 640)
-)
+
+def text_of(length: int) -> torch.Tensor:
+    return torch.randint(10, 500, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+# The second is longer than what small models pick from or take at a time (64).
+SHORT, LONG = text_of(32), text_of(96)
 BATCHES = (SHORT, LONG)
-
-
-# In config.json of those that look no farther than a window, or take 256 at a time.
-WINDOWS = ("sliding_window", "attention_chunk_size", "mamba_d_head", "mamba_head_dim")
+# In config.json of those that look no farther than a window, and of those that take 256 at a time.
+WINDOWS = ("sliding_window", "attention_chunk_size")
+CHUNKED = ("mamba_d_head", "mamba_head_dim")
 
 
 def batches_for(directory: Path) -> Sequence[torch.Tensor]:
     """Texts for a checkpoint: in bfloat16 a processor takes a second for those beyond a window."""
     config = json.loads((directory / "config.json").read_text())
     config = config.get("text_config", config)
-    return (SHORT, BEYOND) if any(config.get(key) for key in WINDOWS) else BATCHES
+    reaches = [config[key] for key in WINDOWS if config.get(key)] + [256 for key in CHUNKED if config.get(key)]
+    return SHORT, text_of(max(reaches) + 64) if reaches else LONG
 
 
 def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATCHES, **options) -> list[torch.Tensor]:
@@ -85,13 +88,13 @@ class _InOrder:
         assert what not in self.left
 
 
-def computes_the_same(source: Path, plain: Path | None = None) -> bool:
+def computes_the_same(source: Path, plain: Path | None = None, long: bool = True) -> bool:
     """Whether a checkpoint's logits are those of transformers alone, to the last bit; where it is quantized, of another
-    directory that has its weights decoded.
+    directory that has its weights decoded. Of a short text, and if `long` also of one longer than its windows.
     """
     model = StreamedModel(open_checkpoint(source))
     model.shard_provider = _InOrder(source, model.order)
-    batches = batches_for(source)
+    batches = batches_for(source) if long else (SHORT,)
     found = streamed_logits(model, batches)
     return not any(map(torch.isnan, map(torch.sum, found))) and all_equal(
         found, plain_logits(plain or source, type(model.model), batches)

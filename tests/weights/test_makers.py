@@ -14,7 +14,7 @@ from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan import summary
 from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
-from support.published_checkpoints import published, with_few_experts
+from support.published_checkpoints import with_few_experts
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store
 from support.rows import for_each
 from support.small_checkpoints import change_weights
@@ -106,12 +106,10 @@ UP = "model.layers.0.mlp.up_proj"
 
 SCALE = f"{UP}.scale"
 FAULTS: list[tuple[Callable[[Weights], object], str]] = [
-    (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}),
-     f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
+    (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}), f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
     (lambda weights: weights.update({SCALE: torch.ones(512, 8)}), f"{UP}.weight is I8, but config.json has its layer as FP8"),
     (lambda weights: weights.pop(SCALE), f"{UP}.weight is I8, but config.json has its layer as FP8"),
-    (lambda weights: weights[SCALE].view(torch.uint8).fill_(255),
-     f"{SCALE} in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
+    (lambda weights: weights[SCALE].view(torch.uint8).fill_(255), f"{SCALE} in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
 ]  # fmt: skip
 
 
@@ -162,10 +160,10 @@ PUBLISHED = {
 
 @for_each("name", PUBLISHED)
 def test_published_layouts(name: str) -> None:
-    checkpoint = with_few_experts(published(f"quantized/{name}"))
+    checkpoint = with_few_experts(f"quantized/{name}")
     stored, scheme, quantized = PUBLISHED[name]
     assert summary.quantized_tensors(make_plan(checkpoint, scheme)) == quantized
     plain = make_plain_plan(checkpoint)
     assert summary.decoded_tensors(plain) == stored
     outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
-    assert outputs == with_few_experts(published(name)).tensors
+    assert outputs == with_few_experts(name).tensors

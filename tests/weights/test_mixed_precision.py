@@ -119,11 +119,8 @@ UNKNOWN: list[tuple[Any, str]] = [
     ({Q: {"quant_algo": "NVFP4", "group_size": 32}}, f": quantized_layers.{Q} has NVFP4 with the group_size 32"),
     ({Q: {"quant_algo": "NVFP4", "group_size": None}}, f": quantized_layers.{Q} has NVFP4 with the group_size null"),
     ({Q: {"quant_algo": "FP8_PB_WO", "group_size": 0}}, f": quantized_layers.{Q} has FP8_PB_WO with the group_size 0"),
-    (
-        {Q: {"quant_algo": "FP8_PB_WO", "group_size": [1]}},
-        f": quantized_layers.{Q} has FP8_PB_WO with the group_size [1]",
-    ),
-]
+    ({Q: {"quant_algo": "FP8_PB_WO", "group_size": [1]}}, f": quantized_layers.{Q} has FP8_PB_WO with the group_size [1]"),
+]  # fmt: skip
 
 
 def test_configs_that_say_no_format_are_refused(tmp_path: Path) -> None:

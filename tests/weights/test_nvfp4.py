@@ -260,21 +260,14 @@ def put(last: str, value: torch.Tensor) -> Callable[[Weights], object]:
 
 
 DAMAGE: list[tuple[str, Callable[[Weights], object], str]] = [
-    ("compressed-tensors", without("weight_global_scale"),
-     f"{QUERY}.weight_packed has no global scale: {QUERY}.weight_global_scale is missing"),
+    ("compressed-tensors", without("weight_global_scale"), f"{QUERY}.weight_packed has no global scale: {QUERY}.weight_global_scale is missing"),
     ("modelopt", without("weight_scale_2"), f"{QUERY}.weight has no global scale: {QUERY}.weight_scale_2 is missing"),
-    ("compressed-tensors", put("weight_global_scale", torch.ones(2)),
-     f"{QUERY}.weight_global_scale is F32 [2], not a single F32"),
-    ("compressed-tensors", put("weight_global_scale", torch.ones(1, dtype=torch.bfloat16)),
-     f"{QUERY}.weight_global_scale is BF16 [1], not a single F32"),
-    ("compressed-tensors", put("weight_global_scale", torch.zeros(1)),
-     f"{QUERY}.weight_global_scale in model.safetensors holds 0, which is not a valid scale"),
-    ("modelopt", put("weight_scale_2", torch.tensor(torch.nan)),
-     f"{QUERY}.weight_scale_2 in model.safetensors holds nan, which is not a valid scale"),
-    ("modelopt", put("weight_scale_2", torch.tensor(1e-44)),
-     f"{QUERY}.weight_scale_2 in model.safetensors holds 9.80909e-45, which is not a valid scale"),
-    ("compressed-tensors", without("weight_scale"),
-     f"{QUERY}.weight_packed has no scale: {QUERY}.weight_scale is missing"),
+    ("compressed-tensors", put("weight_global_scale", torch.ones(2)), f"{QUERY}.weight_global_scale is F32 [2], not a single F32"),
+    ("compressed-tensors", put("weight_global_scale", torch.ones(1, dtype=torch.bfloat16)), f"{QUERY}.weight_global_scale is BF16 [1], not a single F32"),
+    ("compressed-tensors", put("weight_global_scale", torch.zeros(1)), f"{QUERY}.weight_global_scale in model.safetensors holds 0, which is not a valid scale"),
+    ("modelopt", put("weight_scale_2", torch.tensor(torch.nan)), f"{QUERY}.weight_scale_2 in model.safetensors holds nan, which is not a valid scale"),
+    ("modelopt", put("weight_scale_2", torch.tensor(1e-44)), f"{QUERY}.weight_scale_2 in model.safetensors holds 9.80909e-45, which is not a valid scale"),
+    ("compressed-tensors", without("weight_scale"), f"{QUERY}.weight_packed has no scale: {QUERY}.weight_scale is missing"),
 ]  # fmt: skip
 
 

@@ -150,18 +150,13 @@ SCALE = f"{GATE_UP}_scale"
 NONE: list[tuple[str, Callable[[Weights], object], type[OpenQuantError], str]] = [
     ("blocks", lambda weights: weights.update({f"{SCALE}_inv": torch.ones(4, 2, 3)}), SourceError,
      f"{SCALE}_inv is [4, 2, 3], for [4, 256, 256] with one scale per 128x128 block it must be [4, 2, 2]"),
-    ("each", lambda weights: weights.update({SCALE: torch.ones(3)}), SourceError,
-     f"{SCALE} is [3], for [4, 256, 256] with one scale per tensor it must be [4, 1, 1]"),
+    ("each", lambda weights: weights.update({SCALE: torch.ones(3)}), SourceError, f"{SCALE} is [3], for [4, 256, 256] with one scale per tensor it must be [4, 1, 1]"),
     # Which of two axes of the same length they are of nothing tells.
-    ("rows", lambda weights: weights.update({SCALE: torch.ones(4, 256)}), SourceError,
-     f"{SCALE} is [4, 256], for [4, 256, 256] with one scale per channel it must be [4, 256, 1] or [4, 1, 256]"),
-    ("each", lambda weights: weights.update({SCALE: torch.ones(4, dtype=torch.int64)}), SourceError,
-     f"{SCALE} is I64, not F32 or BF16 or F16"),
+    ("rows", lambda weights: weights.update({SCALE: torch.ones(4, 256)}), SourceError, f"{SCALE} is [4, 256], for [4, 256, 256] with one scale per channel it must be [4, 256, 1] or [4, 1, 256]"),
+    ("each", lambda weights: weights.update({SCALE: torch.ones(4, dtype=torch.int64)}), SourceError, f"{SCALE} is I64, not F32 or BF16 or F16"),
     ("each", lambda weights: weights.pop(SCALE), SourceError, f"{GATE_UP} has no scale: {SCALE} is missing"),
-    ("each", lambda weights: weights.update({GATE_UP: torch.zeros(4, 2, 128, 256).to(FP8)}), PlanError,
-     f"{GATE_UP} is F8_E4M3 [4, 2, 128, 256], which is not supported"),
-    ("each", lambda weights: weights.update({SCALE: torch.full((4,), float("nan"))}), SourceError,
-     f"{SCALE} in model-00002-of-00002.safetensors holds nan, which is not a valid scale"),
+    ("each", lambda weights: weights.update({GATE_UP: torch.zeros(4, 2, 128, 256).to(FP8)}), PlanError, f"{GATE_UP} is F8_E4M3 [4, 2, 128, 256], which is not supported"),
+    ("each", lambda weights: weights.update({SCALE: torch.full((4,), float("nan"))}), SourceError, f"{SCALE} in model-00002-of-00002.safetensors holds nan, which is not a valid scale"),
 ]  # fmt: skip
 
 

@@ -84,9 +84,7 @@ def test_zero_points_of_others_show(tmp_path: Path) -> None:
 ZERO_POINTS = f"{Q}.weight_zero_point"
 # How zero points are changed, what a run says, and what `verify` says.
 NONE: list[tuple[Callable[[Weights], object], str, str]] = [
-    (lambda weights: weights.pop(ZERO_POINTS),
-     f"{Q}.weight_packed has no zero points: {ZERO_POINTS} is missing",
-     f"model.safetensors: {Q}.weight_packed has no zero points: {ZERO_POINTS} is missing"),
+    (lambda weights: weights.pop(ZERO_POINTS), f"{Q}.weight_packed has no zero points: {ZERO_POINTS} is missing", f"model.safetensors: {Q}.weight_packed has no zero points: {ZERO_POINTS} is missing"),
     (lambda weights: weights.update({ZERO_POINTS: torch.zeros(256, 8, dtype=torch.int8)}),
      f"{ZERO_POINTS} is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must be I32 [32, 8]",
      f"model.safetensors: {ZERO_POINTS} is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]"),
