@@ -1094,7 +1094,9 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
     files = []
     for name, what in _READ.items():
         value = values.get(name)
-        paths = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if value is None:
+            continue
+        paths = value if isinstance(value, (list, tuple)) else [value]
         # The subset and split of a dataset follow its name.
         files += [(Path(str(path).partition(":")[0] if name == "dataset" else path), what) for path in paths]
     return files

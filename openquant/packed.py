@@ -236,4 +236,6 @@ class PackedLinear(nn.Module):
 def _why_not_held(scheme: Scheme) -> str | None:
     """Say why PackedLinear cannot hold a scheme: "PackedLinear has no tensors of F8_E5M2, ..."; None if it can."""
     unknown = [dtype for dtype in (scheme.format.number.dtype, scheme.format.scale.dtype) if dtype not in _DTYPES]
-    return f"PackedLinear has no tensors of {unknown[0]}, and scheme {scheme.name} needs them" if unknown else None
+    if not unknown:
+        return None
+    return f"PackedLinear has no tensors of {unknown[0]}, and scheme {scheme.name} needs them"

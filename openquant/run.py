@@ -401,7 +401,9 @@ def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
 def publisher_of(prepared: Prepared) -> Publisher | None:
     """Return what publishes the output of a run; None if it is not published."""
     plan, push = prepared.plan, prepared.run.push
-    return Publisher(push, prepared.target, plan.digest, [shard.name for shard in plan.layout.shards]) if push else None
+    if push is None:
+        return None
+    return Publisher(push, prepared.target, plan.digest, [shard.name for shard in plan.layout.shards])
 
 
 def generate_files(prepared: Prepared, leave_out: Container[str] = ()) -> dict[str, bytes]:

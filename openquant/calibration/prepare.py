@@ -136,8 +136,10 @@ def texts_needs(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> li
     steps = texts_steps(run, texts.length, prepared.source, checkpoint, plan, prepared.target)
     free = memory_left(run.max_memory, steps, refuse=False)
     # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
-    pass_bytes = hidden + (hidden if hidden > (BUDGET if free is None else free // 2) else 0)
-    return calibration_needs(prepared, ranks, pass_bytes)
+    in_memory = BUDGET if free is None else free // 2
+    if hidden > in_memory:
+        return calibration_needs(prepared, ranks, 2 * hidden)
+    return calibration_needs(prepared, ranks, hidden)
 
 
 def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> None:

@@ -288,17 +288,18 @@ def make_evaluation(
 
     model_notes = (note for output in measurements.outputs for note in output.served.notes)
     documents = len(measurements.corpus.documents)
-    few = (
-        [] if documents >= ENOUGH_TEXTS else [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
-    )
+    few = []
+    if documents < ENOUGH_TEXTS:
+        few = [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
 
     all_notes = dict.fromkeys([*measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
 
 
 def _few(documents: int) -> str:
-    one = documents == 1
-    return "a single text gives no interval" if one else f"an interval from {documents} texts says next to nothing"
+    if documents == 1:
+        return "a single text gives no interval"
+    return f"an interval from {documents} texts says next to nothing"
 
 
 def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,7 +396,9 @@ def _brief(records: Sequence[DocumentRecord], seed: int) -> dict[str, Any]:
 
 def _layer_json(layer: LayerFigures) -> dict[str, Any]:
     entry = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
-    return entry if layer.routed_otherwise is None else {**entry, "routed_otherwise": layer.routed_otherwise}
+    if layer.routed_otherwise is None:
+        return entry
+    return {**entry, "routed_otherwise": layer.routed_otherwise}
 
 
 def _reasons(figures: Mapping[str, Any], floor: Mapping[str, Any], suspects: Sequence[Suspect]) -> list[str]:

@@ -496,17 +496,14 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
     interval = kl["interval"]
     floor = evaluation["floor"]
     share = per_cent(sizes["output"], sizes["source"])
+    certainty = "of one text, so without interval"
+    if interval:
+        certainty = f"95 % interval: {interval[0]:.3g} to {interval[1]:.3g}"
 
     # Name, value, and what stands below them.
     rows = [
         ("size", gigabytes(sizes["output"]), f"{share} of the source's {gigabytes(sizes['source'])}"),
-        (
-            "mean KL",
-            f"{kl_text(kl['mean'], floor['kl'])} nats",
-            f"95 % interval: {interval[0]:.3g} to {interval[1]:.3g}"
-            if interval
-            else "of one text, so without interval",
-        ),
+        ("mean KL", f"{kl_text(kl['mean'], floor['kl'])} nats", certainty),
         ("floor", f"{floor['kl']:.3g} nats", "the source with bfloat16's noise"),
         ("same top token", f"{100 * evaluation['top1']:.2f} %", f"floor: {100 * floor['top1']:.2f} %"),
         ("perplexity", f"{perplexity['output']:.4g}", f"source: {perplexity['source']:.4g}"),
