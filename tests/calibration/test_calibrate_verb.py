@@ -262,9 +262,11 @@ def test_layers_without_inputs_stay_unquantized(tmp_path: Path) -> None:
     )
 
 
-def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["calibration", "calibrate"])
+def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path, how: str) -> None:
     seen = read_calibration(calibration)
-    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", calibration=calibration)
+    options: dict[str, Any] = {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
+    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", **options)
     held = small_checkpoints.read(tmp_path / "out")
     assert list(seen.cached) == [0, 1, 2, 3]
     for number, both in seen.cached.items():

@@ -180,6 +180,8 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_stopped_run_goes_on(stopped: Path, made: Path, tmp_path: Path) -> None:
     left, reporter = stamps(stopped), Watching(stopped)
     assert list(left) == ["000.safetensors"]
+    # As a kill in the middle of a write leaves it.
+    (stopped / f".openquant-{'0' * 16}.partial").write_bytes(b"half")
     compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
     assert reporter.notes[0].endswith("; an earlier run is continued")
     assert (reporter.stamps.items() & left.items(), len(reporter.stamps)) == (left.items(), 4)

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from conftest import EXAMPLE
-from openquant.data import tokenizer as sandbox
+from openquant.data import tokenizer as module
 from openquant.data.tokenizer import render
 from openquant.errors import SourceError
 
@@ -43,7 +43,7 @@ def test_templates_render_as_in_transformers() -> None:
 
 
 def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 3)
+    monkeypatch.setattr(module, "SECONDS", 3)
     begun = time.monotonic()
     assert refusal("{% set x = 9 ** (9 ** 9) %}") == "the model's chat template did not end within 3 seconds"
     assert time.monotonic() - begun < 40

@@ -86,6 +86,26 @@ def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
 
+def test_ranks_calibrate_and_go_on_together(tmp_path: Path) -> None:
+    name = "tiny-qwen3.calibration.safetensors"
+    given = ("-m", EXAMPLE, "-o", tmp_path / "out", "--activation-scheme", "static", "--samples", "3", "--length", "64")
+    with forked_ranks.job() as job:
+        first, second = (job.start(rank, *given, first=KILLED) for rank in range(2))
+        assert second.wait(120) == -signal.SIGKILL
+        # As a launcher does.
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(120) == 130
+    kept = {f"{name}.part-0", f"{name}.part-1"}
+    assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
+    with forked_ranks.job() as job:
+        done = job.finish(2, *given)
+    assert done.returncode == 0, done.stderr
+    assert "; an earlier run is continued; kept in " in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {name, "out"}
+    one = calibrate(EXAMPLE, tmp_path / "one", samples=3, length=64)
+    assert (tmp_path / name).read_bytes() == one.read_bytes()
+
+
 def test_ranks_calibrate_and_fold_alike(tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "twin")
     texts = ("--samples", 2, "--length", 64)

@@ -153,7 +153,10 @@ def test_prompts_can_be_left_out(
         raise AssertionError("prompts were answered")
 
     monkeypatch.setattr(as_served, "continue_prompts", answered)
-    without = evaluate(made, EXAMPLE, no_prompts=True, out=tmp_path / "e.json", **SMALL).outputs[0]
+    found = evaluate(made, EXAMPLE, no_prompts=True, out=tmp_path / "e.json", **SMALL)
+    # Nobody who leaves them out is told that they were not answered.
+    assert not [note for note in found.notes if "--prompts" in note]
+    without = found.outputs[0]
     assert [text["along"] for text in without["texts"]] == [True]
     assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}
     assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
@@ -210,6 +213,8 @@ def test_figures_are_printed_even_if_the_disk_is_full(
     assert code == 2
     assert stderr.splitlines()[-2:] == [error, "hint: free some space, or name another file with --out"]
     assert re.search("^tiny-FP8 .* close$", stdout, re.MULTILINE) and "wrote" not in stdout
+    code, stdout, _ = run_main(capsys, "eval", output, "--source", EXAMPLE, *QUICK, "--json")
+    assert (code, json.loads(stdout)["outputs"][0]["output"]["name"]) == (2, "tiny-FP8")
 
 
 def test_figures_are_written_even_if_they_cannot_be_printed(output: Path) -> None:

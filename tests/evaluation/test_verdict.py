@@ -12,7 +12,9 @@ from openquant.evaluation.verdict import (
     JUMP,
     LEAST_JUMP,
     LEAST_ROUTED,
+    MOVED,
     OTHER_WEIGHTS,
+    ROUTED,
     LayerFigures,
     Suspect,
     WeightChange,
@@ -39,6 +41,12 @@ def test_without_any_difference_it_is_the_same() -> None:
     assert verdict_word(0, 0) == "same"
     # A model whose own rounding is as much as that cannot be told from its output.
     assert verdict_word(0.15, 0.1) == "same"
+
+
+def test_the_documented_limits_are_these() -> None:
+    assert (AT_FLOOR, CLOSE, SIMILAR, CHANGED) == (2, 0.01, 0.1, 0.5)
+    assert (MOVED, ERROR_MOVED, OTHER_WEIGHTS) == (1.1, 8, 0.98)
+    assert (ERROR, JUMP, LEAST_JUMP, CLIPPED, ROUTED, LEAST_ROUTED) == (1.5, 8, 0.05, 0.01, 4, 0.2)
 
 
 def quantized(name: str, error: float = 0.026, off: float = 0.0) -> WeightChange:

@@ -198,6 +198,12 @@ def test_what_fits_comes_first_then_what_loses_least_then_what_is_smallest(model
     assert rows_of(table(model, "H100", context="16k"))[0] is None
 
 
+def test_schemes_that_broke_the_model_are_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert main(["fit", str(model), "--gpu", "5090", "--context", "16k"]) == 0
+    legend = "KL -: not measured for this scheme; int3 and int2 in groups of 64 broke it (docs/results.md)"
+    assert legend in " ".join(capsys.readouterr().out.split())
+
+
 def test_equal_losses_are_ordered_by_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openquant.fit.table.measured_kl", lambda _: 0.5)
     rows = fit_table(model, "H100").schemes[1:]

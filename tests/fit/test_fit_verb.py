@@ -400,3 +400,14 @@ def test_the_plan_shortens_patterns_of_many_layers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("INT4")]
     assert re.search(r"int4: --scheme-for .{61}\.\.\.$", line)
+
+
+@pytest.mark.usefixtures("few")
+def test_the_schemes_that_it_may_choose_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FP8 layers have their activations in FP8 too, so that GPUs multiply in it."""
+    out = tmp_path / "out"
+    named = ("--candidates", "nvfp4,channel", "--for", "vllm")
+    err = said(capsys, "compress", "-m", EXAMPLE, "-o", out, "--fit", "6bits", *named)
+    assert "--fit: scoring 16 units in nvfp4, channel with " in err
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert {group["format"] for group in groups.values()} == {"nvfp4-pack-quantized", "float-quantized"}

@@ -164,7 +164,9 @@ def test_what_a_hint_says_is_enough_and_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session, "COMPARED", (3, 256))
-    command = [*words(verb, wide, stored, tmp_path / "out"), "--max-memory"]
+    # Answers are measured too.
+    command = [word for word in words(verb, wide, stored, tmp_path / "out") if word != "--no-prompts"]
+    command += ["--max-memory"]
     assert main([*command, "1"]) == 2
     hint = re.search(r"give --max-memory (([\d.]+)([MG])B) or more", capsys.readouterr().err)
     assert hint is not None

@@ -23,11 +23,10 @@ from openquant import dequantize
 from openquant.errors import OpenQuantError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import interleaved
-from openquant.streaming import model as model_module
 from openquant.streaming import model as module
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.meta_model import LazyTensors
-from openquant.streaming.model import PassProgress, StreamedModel, limited_threads, threads_for
+from openquant.streaming.model import PassProgress, StreamedModel, layer_costs, limited_threads, threads_for
 from openquant.streaming.offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from support import quantized_checkpoints, small_checkpoints
 from support.conversions import Shelf
@@ -520,7 +519,7 @@ def test_threads_are_as_many_as_there_is_work_for(monkeypatch: pytest.MonkeyPatc
     torch.set_num_threads(3)
     model = StreamedModel(open_checkpoint(EXAMPLE))
     for tokens, cpus, threads in ((512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)):
-        monkeypatch.setattr(model_module, "available_cpus", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(module, "available_cpus", lambda cpus=cpus: cpus)
         assert threads_for(model, tokens) == threads, (tokens, cpus)
 
 
@@ -531,3 +530,11 @@ def test_the_number_is_as_before_afterwards() -> None:
         assert torch.get_num_threads() == 2
         raise KeyError
     assert torch.get_num_threads() == 3
+
+
+def test_layers_of_one_size_are_of_one_kind() -> None:
+    model = StreamedModel(open_checkpoint(EXAMPLE))
+    layers = [unit for unit in model.units if ".layers." in unit]
+    costs = layer_costs(model, layers)
+    assert list(costs) == layers
+    assert len(set(costs.values())) == 1 and len(costs) == 4
