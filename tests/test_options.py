@@ -124,6 +124,8 @@ TYPED = [
     ("openquant compress -m Qwen/Qwen3-8B --scheme ch", ["channel"]),
     ("openquant compress --dry-run -m mod", ["models"]),
     ("openquant push models --create", ["--create-pr"]),
+    ("openquant verify mod", ["models"]),
+    ("openquant verify x --source mod", ["models"]),
     ("compress-fp8 --format comp", ["compressed-tensors"]),
 ]
 

@@ -154,3 +154,15 @@ def test_a_command_ends_with_the_files_that_it_wrote(subtests, tmp_path, monkeyp
             assert main([str(word) for word in words]) == 0
             assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
             assert all((here / name).stat().st_size for name in written)
+
+
+def test_compress_replaces_calibrations_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr("openquant.calibration.run._run", run)
+    (place / "mine.txt").rename(place / "source.calibration.safetensors")
+    before = tree(place)
+    words = ["compress", "-m", "source", "-o", "new", "--kv-cache", "fp8", "--calibrate", "--overwrite", *SMALL]
+    assert main(words) == 2
+    assert tree(place) == before

@@ -699,6 +699,19 @@ def test_two_runs_into_one_directory(tmp_path: Path, source: Path, whole: dict[s
     compress(source, out)
     assert tree(out) == whole
 
+    # Nothing of the other run is removed, whatever this one may replace.
+    (out / ".openquant" / "pushed").mkdir(parents=True)
+    for name in ("x.1.partial", "pushed/record"):
+        (out / ".openquant" / name).write_text("of the running one")
+    (out / "config.json").unlink()
+    with (out / ".openquant" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = tree(out)
+        for scheme, overwrite in (("tensor", False), ("block", True)):
+            with pytest.raises(OutputError, match="another run is writing"):
+                compress(source, out, scheme, overwrite=overwrite)
+            assert tree(out) == before
+
 
 def test_a_disk_that_fills_up_is_named_and_the_run_continues_later(
     tmp_path: Path, source: Path, whole: dict[str, bytes]

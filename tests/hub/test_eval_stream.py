@@ -249,3 +249,19 @@ def test_what_cannot_be_streamed_is_refused(output: Path, tmp_path: Path) -> Non
         "all models are local directories, nothing of them can be streamed",
         "leave --stream out",
     )
+
+
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+"""
+
+
+def test_a_disk_that_is_full_is_told(hub, job, source, output, there, tmp_path):
+    code, out, err = end(begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json", first=FULL))
+    assert (code, out) == (2, "")
+    error, hint = err.splitlines()[-2:]
+    assert error.startswith(f"error: {there}/.openquant-") and error.endswith(" cannot be written: File too large")
+    assert hint.startswith("hint: raise the limit of file sizes (ulimit -f), ")
+    assert list(there.iterdir()) == []

@@ -485,6 +485,20 @@ def test_a_dry_run_says_how_much_disk_the_run_needs(site, small_disk, tmp_path, 
             assert bool(streamed) == ("--stream" in options)
 
 
+def test_a_dry_run_says_that_the_cache_is_too_small(site: Site, small_disk: Path) -> None:
+    source = site.hub.repositories["org/name"] = site.source
+    command = ["compress", "-m", "org/name", "-o", site.out]
+    planned = site.works(*command, "--dry-run", "--json", HF_HOME=str(small_disk))
+    error, _ = site.refused(*command, HF_HOME=str(small_disk))
+    needed = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert f" needs {needed:,} bytes for org/name, its disk has " in error
+    (note,) = json.loads(planned.stdout)["notes"]
+    said = rf"the run needs {gigabytes(needed)} on the disk of the Hub's cache, which has [45]\d\d kB free"
+    assert re.fullmatch(said, note)
+    streamed = site.works(*command, "--stream", "--dry-run", "--json", HF_HOME=str(small_disk))
+    assert json.loads(streamed.stdout)["notes"] == []
+
+
 def test_foreign_weights_in_the_repository_are_refused(site: Site) -> None:
     site.hub.create("user/name", private=False)
     site.hub.commit("user/name", "main", "old", {FOREIGN: site.hub.store(b"weights")}, deleted=[])

@@ -205,7 +205,7 @@ def test_a_file_that_is_not_what_the_hub_says_is_named(new_site, model, monkeypa
         "changed": Fault(SHARD, "GET", after=1, times=None, content=other),
     }
     said = f"error: {THIRD} did not arrive as org/name@{COMMIT} has it"
-    for mode, (name, fault) in zip(MODES, faults.items(), strict=True):
+    for mode, (name, fault) in itertools.product(MODES, faults.items()):
         with subtests.test(mode=mode, fault=name), new_site(mode, name) as site:
             site.hub.faults.append(fault)
             error, _ = site.refused(*site.run(*MODES[mode]))

@@ -278,8 +278,10 @@ def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest
     for loader in ("libyaml", "pure"):
         if loader == "pure":
             monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
-        # The pure one takes seconds for what is large.
-        for what, front in [*HOSTILE.items()][: 12 if loader == "pure" else None]:
+        for what, front in HOSTILE.items():
+            if loader == "pure" and len(front) > 10_000:
+                # It takes seconds for what is large.
+                continue
             with subtests.test(loader=loader, what=what):
                 base = f"---\nlicense: mit\n{front}\n---\ntext\n"
                 found = card_of(plan, base)

@@ -1,5 +1,7 @@
 """Building the static Space: what is refused, and what its page may do."""
 
+import base64
+import hashlib
 import re
 
 import pytest
@@ -33,3 +35,18 @@ def test_a_page_runs_no_script_of_others_and_asks_nobody_else():
     assert "localStorage" not in scripts and "document.cookie" not in scripts and "eval(" not in scripts
     # Nothing but plans and problems, which view.py escapes, becomes HTML.
     assert len(re.findall("innerHTML", scripts)) == 3
+
+
+def test_another_archive_is_refused(build, tmp_path):
+    (tmp_path / "pyodide-1.0.0.tgz").write_bytes(b"another")
+    with pytest.raises(SystemExit, match=r"pyodide-1\.0\.0\.tgz is not the package that was checked"):
+        build.npm_archive(("pyodide-1.0.0", "0" * 88), tmp_path)
+    digest = base64.b64encode(hashlib.sha512(b"another").digest()).decode()
+    assert build.npm_archive(("pyodide-1.0.0", digest), tmp_path) == tmp_path / "pyodide-1.0.0.tgz"
+
+
+def test_a_directory_with_files_is_left_alone(build, tmp_path):
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(SystemExit, match="is not an empty directory"):
+        build.build(tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

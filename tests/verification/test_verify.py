@@ -23,6 +23,7 @@ from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.reference import encode
 from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR
+from openquant.models import MODELS
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.representatives import in_all_ways
@@ -120,6 +121,19 @@ def test_heads_and_embeddings_that_are_not_named(tmp_path: Path) -> None:
             lambda config: config["quantization_config"]["config_groups"]["group_0"].update(targets=["Linear"]),
         )
         assert verify(out).problems == (f"{ONE}: {told}, but no config group names it: engines find it by name only",)
+
+
+def test_a_quantized_embedding_that_no_engine_loads_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "int8-weights", quantize_embeddings=True, workers=1)
+    entry = replace(MODELS["Qwen3ForCausalLM"], embedding=None)
+    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", entry)
+    assert (
+        f"{ONE}: model.embed_tokens.weight_packed is I32, but it is kept: embedding"
+        in verify(tmp_path / "out").problems
+    )
 
 
 def test_extreme_weights_are_within_the_bound(tmp_path: Path) -> None:
