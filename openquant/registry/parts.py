@@ -238,9 +238,9 @@ def sglang_refuses(
     return SGLangLimits((Refusal(scheme, format, why, hint, scales),), **limits)
 
 
+COMPRESSED_LOADS = "--format compressed-tensors loads"
 # Facts about SGLang, each found by running its loader (tests/serve/test_sglang.py).
 # models/llama.py:723 and llama4's rename every weight_scale_inv to weight_scale, which block layers do not have.
-COMPRESSED_LOADS = "--format compressed-tensors loads"
 SCALES_LOST = sglang_refuses("it silently drops the scales of blocks", COMPRESSED_LOADS, scheme="block", format="fp8")
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16, whatever is stored"
 # Why vLLM loads no scales of the KV cache (tests/serve/test_serve_cache_scales.py asks it about all entries).

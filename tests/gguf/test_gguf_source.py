@@ -53,8 +53,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-# By day rows in another order, experts, norms that add one and a part of a head that is rotated; at night all.
-BY_DAY = ("llama", "qwen3moe", "gemma2", "phi3")
+# By day rows in another order, experts, shared experts whose gate is a vector, norms that add one, norms of queries and
+# keys, and a part of a head that is rotated; at night all.
+BY_DAY = ("llama", "qwen2moe", "qwen3moe", "gemma2", "gemma3", "phi3")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -185,11 +186,12 @@ def test_yarn_becomes_rope_scaling(tmp_path: Path) -> None:
 
 def test_large_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None:
     """Told by its number of layers; that many take long to write and to build."""
-    write_gguf(tmp_path / "m.gguf", "gemma2")
-    header = read_gguf_header(tmp_path / "m.gguf", "m.gguf", ggml_types())
-    metadata = {**header.metadata, "gemma2.block_count": 46, "gemma2.attention.head_count": 1}
-    tensors = header.tensors | {f"blk.{layer}": next(iter(header.tensors.values())) for layer in range(46)}
-    assert gguf_config(metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
+    for name, layers in (("gemma2", 46), ("gemma3", 62)):
+        write_gguf(tmp_path / f"{name}.gguf", name)
+        header = read_gguf_header(tmp_path / f"{name}.gguf", "m.gguf", ggml_types())
+        metadata = {**header.metadata, f"{name}.block_count": layers, f"{name}.attention.head_count": 1}
+        tensors = header.tensors | {f"blk.{layer}": next(iter(header.tensors.values())) for layer in range(layers)}
+        assert gguf_config(metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
 
 
 def test_single_digits_are_tokens_where_the_vocabulary_was_made_so(tmp_path: Path) -> None:

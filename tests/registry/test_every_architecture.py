@@ -73,15 +73,14 @@ def test_an_architecture_from_its_source_to_its_figures(
             with pytest.raises(SourceError, match=rf"^{architecture} of transformers \S+ cannot be run: "):
                 StreamedModel(open_checkpoint(source))
 
-    schemes = walks()[architecture]
-    for scheme in schemes:
+    for scheme in walks()[architecture]:
         with subtests.test(scheme.suffix):
             converted = shelf.converted(architecture, scheme)
             assert_codes_stand_for_weights(architecture, scheme, converted)
             assert_verified(scheme, converted)
             assert_stored_as_planned(architecture, scheme, converted)
 
-    if architecture in small_checkpoints.RUNNABLE and (schemes or architecture in REPRESENTATIVES):
+    if architecture in small_checkpoints.RUNNABLE:
         with subtests.test("the streamed logits are those of from_pretrained"):
             assert computes_the_same(source, long=architecture in representatives())
         with subtests.test("a calibration observes every layer"):

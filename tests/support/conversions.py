@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -53,16 +52,12 @@ def experts_of(architecture: str) -> list[str]:
 def walks() -> dict[str, tuple[Scheme, ...]]:
     """The schemes that each architecture is converted to.
 
-    In a usual run that is one each, of entries alike only for one: of those it can be served in, the one that was taken
-    least among dense models, or among mixtures of experts. At night it is also the default, two more in turn, and one of 5
-    or 6 bits.
+    In a usual run that is one each: of those it can be served in, the one that was taken least among dense models, or
+    among mixtures of experts. At night it is also the default, two more in turn, and one of 5 or 6 bits.
     """
     taken: Counter[tuple[bool, Scheme]] = Counter()
     found: dict[str, tuple[Scheme, ...]] = {}
     for number, name in enumerate(small_checkpoints.ARCHITECTURES):
-        if not everything() and any(found[other] for other in alike(name) if other in found):
-            found[name] = ()
-            continue
         mixture = bool(MODELS[name].experts)
         served = [scheme for scheme in VARIANTS if small_checkpoints.refused(name, scheme) is None]
         least = min(served, key=lambda scheme: taken[mixture, scheme])
@@ -73,16 +68,6 @@ def walks() -> dict[str, tuple[Scheme, ...]]:
             width = INTEGER_GROUPS[5 + number % 2][0]
             found[name] = tuple(dict.fromkeys((served[0], least, *turn, *({width} & {*served}))))
     return found
-
-
-@cache
-def alike(architecture: str) -> tuple[str, ...]:
-    """The architectures whose entries are the same but for what engines refuse, windows and smoothing."""
-    of_names = {name: replace(MODELS[name], **dict.fromkeys(_UNLIKE)) for name in small_checkpoints.ARCHITECTURES}
-    return tuple(name for name, entry in of_names.items() if entry == of_names[architecture])
-
-
-_UNLIKE = ("name", "sglang", "embedding", "windows", "smoothing", "cache_refused", "head_refused")
 
 
 class Shelf:

@@ -27,7 +27,8 @@ def expand(name: str, experts: int | None = None) -> list[str]:
     # One number, the first and the last, or these and a step.
     numbers = [n for first, *rest in bounds for n in range(first, (rest or [first])[0] + 1, *rest[1:])]
     if experts is not None and name[: found.start()].endswith(".experts."):
-        numbers = [number for number in numbers if number < experts]
+        # The last has a number of two or three digits.
+        numbers = [*numbers[: experts - 1], numbers[-1]]
     return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :], experts)]
 
 
@@ -38,7 +39,7 @@ def published(name: str) -> Checkpoint:
 
 @cache
 def with_few_experts(name: str) -> Checkpoint:
-    """The same with the first four of the experts that are stored one by one: all are named and sized alike."""
+    """The same with three of the experts that are stored one by one, and the last: all are named and sized alike."""
     return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0], experts=4)
 
 

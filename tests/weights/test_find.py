@@ -86,9 +86,9 @@ def test_a_source_is_dequantized_and_quantized_anew_by_its_products(tmp_path: Pa
     assert result.source_bytes == sum(tensor.nbytes for tensor in codes.values())
     assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
 
-    # Each meets all schemes at night, by day one.
+    # Each meets all schemes at night, by day one; some then their own.
     schemes = (TENSOR, CHANNEL, BLOCK)
-    first = list(SOURCES).index(kind) % len(schemes)
+    first = (list(SOURCES).index(kind) + 2) % len(schemes)
     for scheme in schemes if everything() else schemes[first : first + 1]:
         out = tmp_path / scheme.name
         result = compress(source, out, scheme.name)

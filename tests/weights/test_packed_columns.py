@@ -67,7 +67,7 @@ KINDS: dict[str, Kind] = {
 # By day those with layouts of their own; at night all.
 BY_DAY = (
     *("awq", "awq, one scale a row", "gptq", "gptq_v2, asymmetric", "gptq, 8 bits", "gptq, 3 bits", "auto-round, awq"),
-    *("gptq, scales of both signs", "gptq, asymmetric, in another order"),
+    *("gptq, scales of both signs", "gptq, asymmetric, in another order", "gptq, one scale a row"),
 )
 TESTED = [name for name in KINDS if everything() or name in BY_DAY]
 
