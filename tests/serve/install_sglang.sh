@@ -6,7 +6,7 @@
 set -euo pipefail
 dir=${1:?usage: install_sglang.sh DIR}
 # The version that openquant/version.py cites.
-version=$(sed -n 's/^ *"SGLang": "\(.*\)",$/\1/p' "$(dirname "$0")/../../openquant/version.py")
+version=$(sed -n 's/.*"SGLang": "\([^"]*\)".*/\1/p' "$(dirname "$0")/../../openquant/version.py")
 
 # Made last, so an installation that was interrupted is done again.
 whole=$dir/ok-$version

@@ -5,7 +5,7 @@
 set -euo pipefail
 dir=${1:?usage: install_vllm.sh DIR}
 # The version that openquant/version.py cites.
-version=$(sed -n 's/^ *"vLLM": "\(.*\)",$/\1/p' "$(dirname "$0")/../../openquant/version.py")
+version=$(sed -n 's/.*"vLLM": "\([^"]*\)".*/\1/p' "$(dirname "$0")/../../openquant/version.py")
 
 # sitecustomize.py is written last, so an installation that was interrupted is done again.
 if "$dir/bin/python" - "$version" 2> /dev/null << 'PYTHON'; then
