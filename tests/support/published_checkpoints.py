@@ -27,8 +27,7 @@ def expand(name: str, experts: int | None = None) -> list[str]:
     # One number, the first and the last, or these and a step.
     numbers = [n for first, *rest in bounds for n in range(first, (rest or [first])[0] + 1, *rest[1:])]
     if experts is not None and name[: found.start()].endswith(".experts."):
-        # The last has a number of two or three digits.
-        numbers = [*numbers[: experts - 1], numbers[-1]]
+        numbers = [number for number in numbers if number < experts]
     return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :], experts)]
 
 
@@ -38,9 +37,9 @@ def published(name: str) -> Checkpoint:
 
 
 @cache
-def with_few_experts(name: str) -> Checkpoint:
-    """The same with three of the experts that are stored one by one, and the last: all are named and sized alike."""
-    return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0], experts=4)
+def with_few_experts(name: str, experts: int = 4) -> Checkpoint:
+    """The same with the first of the experts that are stored one by one: all are named and sized alike."""
+    return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0], experts)
 
 
 def described(text: str, architecture: str, experts: int | None = None) -> Checkpoint:

@@ -790,20 +790,20 @@ def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     assert all(same(found[name], stored[name]) for name in found)
 
 
-# Published checkpoints with few experts, by their headers: layers in the same scheme, in another, and of the latter decoded
-# ones.
+# Published checkpoints with so many experts, by their headers: layers in the same scheme, in another, and of the latter
+# decoded ones. Numbers of twelve have two digits.
 PUBLISHED = {
-    "DeepseekV3ForCausalLM": (1204, 1123, 81),
-    "Qwen3MoeForCausalLM": (768, 768, 0),
-    "Qwen3NextForCausalLM": (859, 840, 19),
-    "MiniMaxM2ForCausalLM": (992, 992, 0),
+    "DeepseekV3ForCausalLM": (4, 1204, 1123, 81),
+    "Qwen3MoeForCausalLM": (12, 1920, 1920, 0),
+    "Qwen3NextForCausalLM": (4, 859, 840, 19),
+    "MiniMaxM2ForCausalLM": (4, 992, 992, 0),
 }
 
 
 @for_each("name", PUBLISHED)
 def test_published_fp8_checkpoints(name: str) -> None:
-    checkpoint = with_few_experts(f"quantized/{name}")
-    few, other, decoded = PUBLISHED[name]
+    experts, few, other, decoded = PUBLISHED[name]
+    checkpoint = with_few_experts(f"quantized/{name}", experts)
     plan = make_plan(checkpoint, BLOCK)
     assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (few, 0)
     outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
