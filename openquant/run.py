@@ -442,7 +442,11 @@ def _require_unmoved(prepared: Prepared) -> None:
         # That of a GGUF file is a link to it.
         if source.gguf is not None:
             path = path.resolve()
-        raise SourceError(f"{path} changed while it was being converted", REPLACE)
+        # Run again, what was made of it is made anew; of one with another header the plan is another too.
+        raise SourceError(
+            f"{path} changed while it was being converted",
+            "let nothing write to the model meanwhile, and run the same command again",
+        )
 
 
 def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:

@@ -573,6 +573,7 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
     with pytest.raises(SourceError) as caught:
         compress(source, out)
     assert caught.value.message == f"{source / shard} changed while it was being converted"
+    assert caught.value.hint == "let nothing write to the model meanwhile, and run the same command again"
     assert not (out / "config.json").exists()
     assert not json.loads((out / ".openquant.json").read_text())["done"]
     compress(source, out)
