@@ -456,8 +456,8 @@ class Texts(OptionGroup):
     text: Sequence[str | os.PathLike[str]] = file_option(
         (),
         "Text file or JSON Lines file (repeatable). Each file is one domain. Each line of a .jsonl file has `text` or "
-        "`messages`; every other file is text in UTF-8. Default: the source code and documentation of Python's "
-        "standard library. A calibration and an evaluation never read the same parts of a text.",
+        "`messages`; every other file is text in UTF-8. Default: openquant's own prose, code, chats and ten languages. "
+        "A calibration and an evaluation never read the same parts of a text.",
         TEXTS,
         "FILE",
         repeated=True,

@@ -127,7 +127,7 @@ def test_a_mixture_is_smaller_than_its_budget_and_better_than_one_scheme(kept: P
     lines = [line for line in (kept / "said").read_text().splitlines() if line.startswith("--fit: ")]
     assert (
         lines[0]
-        == "--fit: scoring 16 units in int4, nvfp4, int8-weights with 3 documents of 96 tokens: code (2), docs (1)"
+        == "--fit: scoring 16 units in int4, nvfp4, int8-weights with 3 documents of 96 tokens: prose (1), code (1), chats (1)"
     )
     assert lines.pop(1).startswith("--fit: wrote ")
     mixture, single = (
