@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .errors import OpenQuantError, OutputError, UsageError
 from .options import PATIENCE
@@ -189,6 +189,23 @@ class Ranks:
         value, error = attempt(do) if self.first else (None, None)
         result: T = self.agree(error, value)[0]
         return result
+
+    def all_do(self, do: Callable[[], T]) -> T:
+        """Call a function in all ranks and wait until all have returned; if one fails, all end.
+
+        Args:
+            do: the function, without arguments; each rank gives its own.
+
+        Returns:
+            What the function returned in this rank.
+
+        Raises:
+            Exception: what the function raised in this rank.
+            OutputError: another rank failed or died.
+        """
+        result, error = attempt(do)
+        self.agree(error)
+        return cast(T, result)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather bytes of any length in rank 0. Waits until every rank has given some.

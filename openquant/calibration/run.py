@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..convert.conversion import COMPILED_MEMORY, loops
 from ..distributed import Ranks
 from ..errors import UsageError
-from ..files.checkpoint import Checkpoint, Fingerprint
+from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
 from ..hub.source import Source, model_folder
-from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
-from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, files_read, verb
+from ..job import Job, Opened, file_places, model_place, open_source
+from ..options import Calibrate, CalibrationTexts, Run, files_read, values_for, verb
 from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
 from ..result import Place, Preview, Reporter
@@ -69,31 +68,22 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _calibrate(options, texts, ranks, reporter or Reporter()))
+        return ranks.all_do(lambda: _calibrate(options, texts, ranks, reporter or Reporter()))
 
 
 def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
-    options = replace(options, device=find_device(options.device, ranks.local_rank))
-    inputs = _check_inputs(options, texts, ranks)
-    _run(inputs, options, ranks, reporter)
-    return inputs.target.path
+    opened, corpus, target = _check_inputs(options, texts, ranks, reporter)
+    _run(opened, corpus, target, options.scratch)
+    return target.path
 
 
-class _Inputs(NamedTuple):
-    """What a calibration reads, opened and checked; `target` is the file that it writes."""
-
-    source: Source
-    checkpoint: Checkpoint
-    fingerprint: Fingerprint
-    corpus: Corpus
-    target: Destination
-
-
-def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Inputs:
+def _check_inputs(
+    options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter
+) -> tuple[Opened, Corpus, Destination]:
     """Open the model, read the texts, and refuse what cannot be done, before anything is computed or written."""
-    source, checkpoint = open_model(options.model, options.revision, options.stream)
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    opened = open_source(Run(**values_for(Run, vars(options))), ranks, reporter)
+    source = opened.source
     option = ""
     path = source.default_path(f"{source.name}{SUFFIX}")
     if options.out is not None:
@@ -101,12 +91,12 @@ def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> 
         path = Path(options.out)
 
     # An older calibration of the same model is replaced, with `overwrite` that of any.
-    kind = calibrations(None if options.overwrite else fingerprint.matches)
+    kind = calibrations(None if options.overwrite else opened.fingerprint().matches)
     taken = taken_by([model_folder(options.model)], files_read(vars(texts)))
     target = Destination(path, option, kind, taken, elsewhere="name another file with -o")
     target.require()
-    memory_left(options.max_memory, calibration_steps(checkpoint, texts.length))
-    return _Inputs(source, checkpoint, fingerprint, read_texts(source, checkpoint, texts, ranks), target)
+    memory_left(options.max_memory, calibration_steps(opened.checkpoint, texts.length))
+    return opened, read_texts(source, opened.checkpoint, texts, ranks), target
 
 
 def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
@@ -122,14 +112,13 @@ def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
     Raises:
         OpenQuantError: calibrate() would refuse it.
     """
-    device = find_device(options.device, 0)
-    source, checkpoint, _, corpus, target = _check_inputs(options, texts, Ranks())
+    opened, corpus, target = _check_inputs(options, texts, Ranks(), Reporter())
     replaced = ", which is replaced" if target.path.exists() else ""
     return Preview(
-        reads=(model_place(source, checkpoint), *file_places(vars(texts))),
-        does=(f"{corpus.described} run through the model on {device}",),
+        reads=(model_place(opened.source, opened.checkpoint), *file_places(vars(texts))),
+        does=(f"{corpus.described} run through the model on {opened.device}",),
         writes=(Place(str(target.path.absolute()), f"a calibration{replaced}"),),
-        download_bytes=source.remote_bytes(checkpoint.shards),
+        download_bytes=opened.source.remote_bytes(opened.checkpoint.shards),
         notes=corpus.notes,
     )
 
@@ -144,14 +133,14 @@ def calibration_path(source: Source, output: Path) -> Path:
     return output.parent / f"{source.name}{SUFFIX}"
 
 
-def find_calibration(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
+def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
     """Calibrate a model in a run of compress(), or read the file of an earlier run with the same texts.
 
+    All ranks call this together.
+
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
         texts: options that say which texts, how many and how long.
-        ranks: the processes of this run, all of which call this together.
-        reporter: receives notes and progress.
 
     Returns:
         The calibration, with statistics of the inputs of layers; the same in all ranks.
@@ -163,36 +152,30 @@ def find_calibration(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, 
         OutputError: the file or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    run = prepared.run
-    source = prepared.source
-    checkpoint = prepared.checkpoint
-    path = calibration_path(source, prepared.target)
-    taken = taken_by([model_folder(run.model)], files_read(vars(texts)), [prepared.target])
+    run = job.run
+    path = calibration_path(job.source, job.target)
+    taken = taken_by([model_folder(run.model)], files_read(vars(texts)), [job.target])
     target = Destination(path, "", calibrations(), taken, elsewhere="name another output with -o")
     target.require()
 
-    corpus = read_texts(source, checkpoint, texts, ranks)
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    corpus = read_texts(job.source, job.checkpoint, texts, job.ranks)
     calibration = None
     if path.exists() and path.stat().st_size and not run.overwrite:
         calibration = read_calibration(path)
         same_texts = calibration.texts.get("sha256") == corpus.sha256
-        if not same_texts or not fingerprint.matches(calibration.model, calibration.stamp):
+        if not same_texts or not job.fingerprint().matches(calibration.model, calibration.stamp):
             raise UsageError(
                 f"{path} is a calibration of another model or with other texts",
                 f"give --calibration {path} to use it, or --overwrite to replace it",
             )
 
     # All ranks must look for the file before the first writes it.
-    ranks.agree(None)
+    job.ranks.agree(None)
     if calibration is not None:
         return calibration
 
-    options = Calibrate(
-        run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
-    )
-    _run(_Inputs(source, checkpoint, fingerprint, corpus, target), options, ranks, reporter, f"; kept in {path}")
-    ranks.agree(None)
+    _run(job, corpus, target, where=f"; kept in {path}")
+    job.ranks.agree(None)
     return read_calibration(path)
 
 
@@ -221,38 +204,53 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
     return corpus
 
 
-def _run(inputs: _Inputs, options: Calibrate, ranks: Ranks, reporter: Reporter, where: str = "") -> None:
-    """Run texts through a model; the first rank writes the statistics of all ranks. `where` ends the first line."""
+def _run(
+    opened: Opened,
+    corpus: Corpus,
+    target: Destination,
+    directory: str | os.PathLike[str] | None = None,
+    where: str = "",
+) -> None:
+    """Run texts through a model; the first rank writes the statistics of all ranks.
+
+    Args:
+        opened: the model.
+        corpus: the texts.
+        target: the file that is written.
+        directory: where hidden states and streamed shards are kept; None for beside that file.
+        where: ends the first line that is reported.
+    """
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
-    source, checkpoint, fingerprint, corpus, target = inputs
-    path = target.path
+    ranks = opened.ranks
+    checkpoint = opened.checkpoint
+    fingerprint = opened.fingerprint()
     about = {
         "weights": fingerprint.stamp,
         "texts": corpus.sha256,
         "number of ranks": str(ranks.size),
         "versions of libraries": f"openquant {__version__}, transformers {version('transformers')}",
     }
-    pass_checkpoint = PassCheckpoint(part_path(path, ranks), about)
-    reporter.on_note(_describe(corpus.described, corpus, pass_checkpoint) + where)
+    pass_checkpoint = PassCheckpoint(part_path(target.path, ranks), about)
+    opened.reporter.on_note(_describe(corpus.described, corpus, pass_checkpoint) + where)
 
-    directory = path.absolute().parent if options.scratch is None else Path(options.scratch)
-    free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
-    documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
-    model = StreamedModel(checkpoint, device=options.device)
-    hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
+    free = memory_left(opened.run.max_memory, calibration_steps(checkpoint, corpus.length))
     budget = BUDGET if free is None else free
-    place = Scratch(directory, budget, options.stream, ranks.local_size)
-    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
+    place = Scratch(Path(directory or target.path.absolute().parent), budget, opened.run.stream, ranks.local_size)
+    documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
+    hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
+    model = StreamedModel(checkpoint, device=opened.device)
+
+    with streamed_run([(opened.source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
         statistics, kv_absmax = observe_inputs(
             model,
             corpus,
             scratch=scratch,
             ranks=ranks,
-            progress=checked_progress(ranks, reporter.on_progress),
+            progress=checked_progress(ranks, opened.reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
         # Shards that no text went through are read now.
@@ -272,16 +270,14 @@ def _describe(what: str, corpus: Corpus, pass_checkpoint: PassCheckpoint) -> str
     return "; ".join((what, *corpus.notes, *continued))
 
 
-def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> Plan:
+def apply_gptq(job: Job, corpus: Corpus) -> Plan:
     """Round the layers of a plan by GPTQ, so that the conversion copies them. Layers of an earlier run are reused.
 
     The first rank does it. All others wait, and use what it has written.
 
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
         corpus: the calibration texts, as tokens.
-        ranks: the processes of this run, all of which call this together.
-        reporter: receives notes and progress.
 
     Returns:
         The plan with the places of rounded tensors.
@@ -293,56 +289,55 @@ def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Repor
         OutputError: rounded layers or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    places = in_all_ranks(ranks, lambda: _round_layers(prepared, corpus, ranks, reporter) if ranks.first else None)
+    places = job.ranks.all_do(lambda: _round_layers(job, corpus) if job.ranks.first else None)
     if places is None:
-        places = rounded_layer_store(prepared.target, _digest(prepared)).places()
-    return prepared.plan.with_rounded(places)
+        places = rounded_layer_store(job.target, _digest(job)).places()
+    return job.plan.with_rounded(places)
 
 
-def missing_bytes(prepared: Prepared) -> int:
+def missing_bytes(job: Job) -> int:
     """Return the bytes of disk that rounded layers will still take, in addition to those that are there.
 
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
     """
-    return max(0, rounded_bytes(prepared.plan.gptq_rounded) - rounded_layer_store(prepared.target).nbytes)
+    return max(0, rounded_bytes(job.plan.gptq_rounded) - rounded_layer_store(job.target).nbytes)
 
 
-def _digest(prepared: Prepared) -> str:
+def _digest(job: Job) -> str:
     """Return the SHA-256 of all that the rounded layers follow from. Layers of another digest are of another run."""
-    facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
+    facts = [job.plan.digest, dict(job.stamps), [version(name) for name in ("torch", "transformers")]]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> dict[str, TensorPlace]:
+def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
     """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
 
-    plan = prepared.plan
-    source = prepared.source
-    run = prepared.run
-    digest = _digest(prepared)
-    store = rounded_layer_store(prepared.target, digest)
+    plan = job.plan
+    ranks = job.ranks
+    reporter = job.reporter
+    digest = _digest(job)
+    store = rounded_layer_store(job.target, digest)
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
     reporter.on_note(_describe(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
 
     # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
-    free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
-    fast = prepared.fast and (free is None or free > COMPILED_MEMORY)
+    free = memory_left(job.run.max_memory, gptq_steps(job.checkpoint, plan, corpus.length), refuse=False)
+    fast = job.fast and (free is None or free > COMPILED_MEMORY)
     half = max_hessian_bytes = BUDGET
     if free is not None:
         half = (free - fast * COMPILED_MEMORY) // 2
         max_hessian_bytes = hessian_memory(plan) + half
 
-    model = StreamedModel(prepared.checkpoint, device=prepared.device)
-    fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
-    hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
-    place = Scratch(prepared.target.absolute().parent, half, run.stream)
-    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=False, models=[model]) as scratch:
+    model = StreamedModel(job.checkpoint, device=job.device)
+    hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
+    place = Scratch(job.target.absolute().parent, half, job.run.stream)
+    with streamed_run([(job.source, job.fingerprint())], hidden, place, ranks, hashes=False, models=[model]) as scratch:
         places = round_layers(
             model,
             plan,

@@ -22,7 +22,7 @@ from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import Destination, Taken, taken_by
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..hub.source import Source, find_source, model_folder
-from ..job import file_places, in_all_ranks, model_place
+from ..job import file_places, model_place
 from ..machine import find_device
 from ..options import Evaluate, Texts, files_read, verb
 from ..plan.architecture import known_architecture
@@ -71,7 +71,7 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, reporter or Reporter()))
+        return ranks.all_do(lambda: _evaluate(options, texts, ranks, reporter or Reporter()))
 
 
 def _evaluate(
@@ -180,7 +180,7 @@ def _models_under_test(inputs: _Inputs) -> list[ModelUnderTest]:
             name,
             checkpoint,
             of_source.differences(tokenizer),
-            Fingerprint(checkpoint, model.remote, model.identity),
+            model.fingerprint(checkpoint),
         )
         for model, (name, checkpoint), tokenizer in zip(inputs.models, inputs.named, inputs.tokenizers, strict=True)
     ]

@@ -27,8 +27,8 @@ from ..calibration.prepare import texts_steps
 from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
-from ..job import open_source, output_directory, prepare
-from ..options import FitOptions, Recipe, Run, Search, Texts, verb
+from ..job import open_source, prepare
+from ..options import FitOptions, Recipe, Run, Search, Texts, values_for, verb
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..recipes import Request
@@ -73,16 +73,14 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
     assert fit.fit is not None
     budget = read_budget(fit.fit)
     refuse_ranks(ranks)
-    opened = open_source(run, ranks)
+    opened = open_source(run, ranks, reporter)
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
     limit = _limit(budget, menu, fit, request.options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
-    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, reporter)
+    session = Session(opened, menu, texts, directory)
     compared = 1 if limit is None else 2
-    target = output_directory(run, opened.source, summary.suffix(menu.plan))
-    of_texts = texts_steps(run, texts.length, opened.source, opened.checkpoint, menu.plan, target)
     # Memory of all steps, so that none is refused hours later.
-    prepare(run, opened, menu.plan, ranks, [*session.steps(compared), *of_texts])
+    prepare(opened, menu.plan, [*session.steps(compared), *texts_steps(opened, menu.plan, texts.length)])
     mixtures = BestMixtures(menu, session.scores(keeps_only=run.dry_run))
     choice = _Choice(session, mixtures)
     if run.dry_run:
@@ -136,7 +134,7 @@ class _Choice:
 
     def __init__(self, session: Session, mixtures: BestMixtures) -> None:
         self.session, self.mixtures = session, mixtures
-        self.menu, self.reporter = session.menu, session.reporter
+        self.menu, self.reporter = session.menu, session.opened.reporter
         # What was measured, the last mixture first in each pass.
         self.measured: list[tuple[Mixture, Sequence[DocumentRecord]]] = []
 
@@ -329,8 +327,7 @@ def search_mixtures(request: Search, reporter: Reporter | None = None) -> Search
     """
     reporter = reporter or Reporter()
     budget = None if request.gpu is None else read_gpus(request.gpu)
-    run = Run(request.model, device=request.device, stream=request.stream, revision=request.revision)
-    opened = open_source(run, Ranks())
+    opened = open_source(Run(**values_for(Run, vars(request))), Ranks(), reporter)
 
     options = PlanOptions(tuple(request.ignore), head=request.quantize_lm_head, embedding=request.quantize_embeddings)
     wanted_engines = request.engines or "both"
@@ -344,7 +341,7 @@ def search_mixtures(request: Search, reporter: Reporter | None = None) -> Search
 
     directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
-    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, reporter)
+    session = Session(opened, menu, texts, directory)
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))
