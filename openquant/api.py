@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .calibration.prepare import run_texts, texts_needs, texts_steps
-from .calibration.run import read_texts
+from .calibration.run import read_texts, run_texts, texts_needs, texts_steps
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt

@@ -31,7 +31,7 @@ from .errors import OpenQuantError, OutputError, UsageError
 from .options import PATIENCE
 
 if TYPE_CHECKING:
-    from .plan.decisions import Shard
+    from .plan.layout import Shard
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from .hub.source import ShardSupply, Source, repository_source, silent
 from .job import Job, claim_of, source_needs
 from .options import Push
 from .plan import summary
-from .plan.decisions import Shard
+from .plan.layout import Shard
 from .plan.plan import Plan, output_config
 from .report.card import evaluated_card, model_card, with_notes
 from .report.cells import terminal

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibration.prepare import texts_steps
+from ..calibration.run import texts_steps
 from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl

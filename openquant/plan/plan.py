@@ -62,14 +62,11 @@ from .decisions import (
     Decisions,
     Item,
     Lack,
-    Layout,
     PassthroughTensor,
-    PlanLine,
     PlanOptions,
     StackedTensor,
     apply_transforms,
     gptq_weights,
-    plan_lines,
     quantization_config,
     refuse_repeats,
 )
@@ -87,6 +84,7 @@ from .engines import (
     refuse_schemes,
     source_notes,
 )
+from .layout import Layout, PlanLine, plan_lines
 from .serving import (
     add_scales,
     expect_calibration,
