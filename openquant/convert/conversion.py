@@ -427,11 +427,13 @@ class _Worker:
                 with SourceFile(write.place.path, write.place.path.name) as source:
                     self._copy(write, source, write.place.offset, file)
                 self.conversion.advance(write.consumed)
+
             case CopyScale():
                 self._copy_scale(write, file)
             case PutBytes():
                 file.write(np.frombuffer(write.data, np.uint8), write.target)
                 self.conversion.advance(write.nbytes)
+
             case Unstack():
                 self._write_unquantized(write, self.reader.rows(write.weight, 1), file)
             case TransformWeight():

@@ -20,7 +20,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibration.run import texts_steps
@@ -69,18 +68,22 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         SourceError: the model or a text cannot be read.
         OutputError: hidden states or scores cannot be written.
     """
-    run, recipe, texts, fit = request.run, request.recipe, request.texts, request.fit
+    run = request.run
+    recipe = request.recipe
+    fit = request.fit
     assert fit.fit is not None
     budget = read_budget(fit.fit)
     refuse_ranks(ranks)
+
     opened = open_source(run, ranks, reporter)
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
     limit = _limit(budget, menu, fit, request.options)
-    directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
-    session = Session(opened, menu, texts, directory)
-    compared = 1 if limit is None else 2
+    session = Session(opened, menu, request.texts, opened.output_directory("").absolute().parent)
+
     # Memory of all steps, so that none is refused hours later.
-    prepare(opened, menu.plan, [*session.steps(compared), *texts_steps(opened, menu.plan, texts.length)])
+    steps = session.steps(1 if limit is None else 2)
+    prepare(opened, menu.plan, [*steps, *texts_steps(opened, menu.plan, request.texts.length)])
+
     mixtures = BestMixtures(menu, session.scores(keeps_only=run.dry_run))
     choice = _Choice(session, mixtures)
     if run.dry_run:
@@ -94,7 +97,7 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         reporter.on_note(f"--fit: {line}")
 
     on_gpus = budget.kind == "gpu"
-    asked = {**vars(run), **vars(recipe), **vars(fit), **vars(texts)}
+    asked = {**vars(run), **vars(recipe), **vars(fit), **vars(request.texts)}
     points = Points(mixtures, asked, fit.fit, limit if on_gpus else None, choice.ratio)
     found = points.result(
         choice.points(points, mixture),
@@ -279,9 +282,11 @@ def as_options(recipe: Recipe, menu: Menu, mixture: Mixture) -> Recipe:
         name = unit.choices[mixture[number]].scheme_name
         sizes[name] = sizes.get(name, 0) + unit.elements
         patterns.setdefault(name, []).extend(unit.patterns)
+
     ignored = (*recipe.ignore, *joined_patterns(patterns.pop(UNQUANTIZED, ())))
     if not patterns:
         raise PlanError("only unquantized weights lose so little", "give a larger kl=, or serve the model as it is")
+
     base: Any = max(patterns, key=lambda name: sizes[name])
     others = {name: joined_patterns(named) for name, named in patterns.items() if name != base}
     scheme_for: Any = {pattern: name for name, named in others.items() for pattern in named}
@@ -339,9 +344,8 @@ def search_mixtures(request: Search, reporter: Reporter | None = None) -> Search
     if budget is not None and budget.value:
         limit = weights_on_gpus(budget, menu.plan, request.context, request.kv_cache == "fp8")
 
-    directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
-    session = Session(opened, menu, texts, directory)
+    session = Session(opened, menu, texts, opened.output_directory("").absolute().parent)
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))

@@ -269,15 +269,20 @@ class _Run:
         mixtures: Sequence[Mixture],
         changes: Mapping[int, Sequence[str]],
     ) -> None:
-        self.quantizer, self.corpus, self.changes = quantizer, corpus, changes
+        self.quantizer = quantizer
         self.model = quantizer.model
+        self.corpus = corpus
+        self.changes = changes
         self.mixtures = list(mixtures)
+        self.order = {name: number for number, name in enumerate(self.model.units)}
+        self.tokens = len(corpus.documents) * corpus.length
+        self.repeats_source = repeats_source(self.model)
         self.carried = {next(iter(mixture.items())) for mixture in mixtures if len(mixture) == 1}
+
         self.records: list[list[DocumentRecord]] = [[] for _ in mixtures]
         # Relative squared changes of hidden states, added over tokens, by unit and choice.
         self.changed: dict[tuple[int, str], float] = {}
-        self.order = {name: number for number, name in enumerate(self.model.units)}
-        self.tokens = len(corpus.documents) * corpus.length
+
         self.passes: list[list[_Pass]] = []
         self.source_logits: dict[int, Tensor] = {}
         # The pass that is being computed, and the unit of the model that is loaded.
@@ -288,7 +293,6 @@ class _Run:
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.source_outputs: dict[int, Any] = {}
         self.outputs: dict[tuple[int, str, int], Any] = {}
-        self.repeats_source = repeats_source(self.model)
 
     def batches(self) -> list[list[ForwardPass[Tensor]]]:
         """The passes of each document: the source, then each mixture; or of all documents, if changes are measured."""
