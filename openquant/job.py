@@ -16,16 +16,15 @@ from typing import Any
 
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks
-from .errors import SourceError, UsageError
+from .errors import UsageError
 from .files.checkpoint import Checkpoint, Fingerprint, Stamp
-from .files.destination import Needs, WeightFacts
+from .files.destination import WeightFacts
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import available_cpus, find_device
 from .options import Run, files_read
 from .plan import summary
-from .plan.decisions import rounded_bytes
 from .plan.plan import Plan
 from .plan.serving import chosen_scales
 from .result import Place, Reporter
@@ -134,9 +133,7 @@ def prepare_alike(ranks: Ranks, do: Callable[[], Job]) -> Job:
         OutputError: another rank failed or died.
     """
     job = ranks.all_do(do)
-    views = ranks.agree(None, job.view)
-    if any(view != views[0] for view in views):
-        raise SourceError("ranks see different sources", "let all of them read the same files")
+    ranks.require_same(job.view, "sources")
     return job
 
 
@@ -371,40 +368,3 @@ def _weight_facts(plan: Plan) -> WeightFacts:
         from_quantized=summary.has_quantized_source(plan),
         static_scales=chosen_scales(plan.decisions, plan.entry),
     )
-
-
-def calibration_needs(job: Job, passing: int) -> list[Needs]:
-    """Return the disk space that a run with a calibration needs.
-
-    Args:
-        job: the run, with the plan before the calibration.
-        passing: bytes of hidden states that the forward pass writes beside the output.
-
-    Returns:
-        What is written at the same time, for the output and for the forward pass before it, the larger first; empty if
-        the output is complete.
-
-    Raises:
-        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
-    """
-    plan = job.plan
-    target = job.target
-    source = job.source
-
-    # The card and config.json of this plan are not final; they are small, so none are passed.
-    rounded = rounded_bytes(plan.gptq_rounded) if plan.options.gptq is not None else 0
-    missing = claim_of(job, {}, rounded=rounded).missing_bytes(final=False)
-    if not missing:
-        return []
-
-    # A calibration has three float32 statistics for each input of each layer.
-    calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
-    parent = target.absolute().parent
-    cached = []
-    if source.remote and not job.run.stream:
-        cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
-
-    # The files of the forward pass are deleted before the output is written.
-    output: Needs = [(target, missing), (parent, calibration), *cached]
-    forward: Needs = [(parent, passing + calibration), *cached]
-    return [output, forward] if missing >= passing else [forward, output]

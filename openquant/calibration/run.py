@@ -31,7 +31,7 @@ from ..files.destination import Destination, Needs, require_space, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
 from ..formats.numbers import Floats
 from ..hub.source import Source, model_folder, supply_shards
-from ..job import Job, Opened, calibration_needs, file_places, model_place, open_source
+from ..job import Job, Opened, claim_of, file_places, model_place, open_source
 from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
@@ -43,13 +43,13 @@ from ..result import Place, Preview, Reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, hessian_memory, memory_left
 from ..streaming.session import (
     BUDGET,
+    TEXTS_OR_CHECKPOINTS,
     Scratch,
     ShardProvider,
     checked_progress,
     find_tokenizer,
     hidden_bytes,
     part_path,
-    require_same,
     streamed_run,
     vocabulary_of,
     work_as_shards_arrive,
@@ -227,7 +227,7 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
 
     tokenizer = find_tokenizer(source, checkpoint)
     corpus = read_corpus(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
-    require_same(ranks, [corpus.sha256, dict(checkpoint.shards)])
+    ranks.require_same([corpus.sha256, dict(checkpoint.shards)], TEXTS_OR_CHECKPOINTS)
     return corpus
 
 
@@ -283,7 +283,7 @@ def _run(
         # Shards that no text went through are read now.
         digest = fingerprint.hexdigest()
 
-    require_same(ranks, digest)
+    ranks.require_same(digest, TEXTS_OR_CHECKPOINTS)
     if ranks.first:
         target.write(Calibration(statistics, digest, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.
@@ -460,22 +460,44 @@ def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None]:
 
 
 def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
-    """Return the disk space that a run needs whose plan lacks something; see `calibration_needs`.
+    """Return the disk space that a run with a calibration needs.
 
     Args:
-        job: the run.
+        job: the run, with the plan before the calibration.
         texts: options that say how many texts, and how long.
+
+    Returns:
+        What is written at the same time, for the output and for the forward pass before it, the larger first; empty if
+        the output is complete.
 
     Raises:
         OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
     """
-    hidden = hidden_bytes(job.checkpoint, texts.samples * texts.length)
-    free = memory_left(job.run.max_memory, texts_steps(job, job.plan, texts.length), refuse=False)
+    plan = job.plan
+    source = job.source
+
+    # The card and config.json of this plan are not final; they are small, so none are passed.
+    missing = claim_of(job, {}, rounded=rounded_bytes(plan.gptq_rounded)).missing_bytes(final=False)
+    if not missing:
+        return []
+
     # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
-    in_memory = BUDGET if free is None else free // 2
-    if hidden > in_memory:
-        return calibration_needs(job, 2 * hidden)
-    return calibration_needs(job, hidden)
+    passing = hidden_bytes(job.checkpoint, texts.samples * texts.length)
+    free = memory_left(job.run.max_memory, texts_steps(job, plan, texts.length), refuse=False)
+    if passing > (BUDGET if free is None else free // 2):
+        passing *= 2
+
+    # A calibration has three float32 statistics for each input of each layer.
+    calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
+    parent = job.target.absolute().parent
+    cached = []
+    if source.remote and not job.run.stream:
+        cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
+
+    # The files of the forward pass are deleted before the output is written.
+    output: Needs = [(job.target, missing), (parent, calibration), *cached]
+    forward: Needs = [(parent, passing + calibration), *cached]
+    return [output, forward] if missing >= passing else [forward, output]
 
 
 def _require_room(job: Job, texts: CalibrationTexts) -> None:

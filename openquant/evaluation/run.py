@@ -30,12 +30,12 @@ from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
+    TEXTS_OR_CHECKPOINTS,
     Scratch,
     checked_progress,
     find_tokenizer,
     hidden_bytes,
     part_path,
-    require_same,
     streamed_run,
     vocabulary_of,
 )
@@ -166,7 +166,7 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
         given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
         tasks = TaskRequests(read, requests, given, options.limit, texts.length)
     shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
-    require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
+    ranks.require_same([corpus.sha256, tasks and tasks.sha256, shards], TEXTS_OR_CHECKPOINTS)
     return _Inputs(models, checkpoints, named, files, tokenizers, corpus, tasks)
 
 
