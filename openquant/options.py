@@ -315,8 +315,10 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
         values = [item for item in value if not isinstance(item, tuple)] if isinstance(value, tuple) else []
     else:
         names, values = annotation.split(" | "), [value]
+
     if option.group == "" or any("[" in kind and kind not in _TYPES for kind in names):
         return
+
     kinds = [_TYPES.get(kind, _TYPES["str"]) for kind in names]
     for one in values:
         # True is a number for Python.

@@ -442,6 +442,7 @@ def _require_unmoved(job: Job) -> None:
     """
     source = job.source
     now = source.stamps(job.checkpoint)
+
     # Without the inode, which some network file systems change now and then; a replaced file has another ctime anyway.
     moved = [name for name, stamp in now.items() if stamp[:-1] != job.stamps[name][:-1]]
     if moved:
@@ -449,6 +450,7 @@ def _require_unmoved(job: Job) -> None:
         # That of a GGUF file is a link to it.
         if source.gguf is not None:
             path = path.resolve()
+
         # Run again, what was made of it is made anew; of one with another header the plan is another too.
         raise SourceError(
             f"{path} changed while it was being converted",

@@ -89,6 +89,7 @@ def worker_memory(plan: Plan, device: str) -> int:
     multiples = {scheme.format.height for scheme in plan.decisions.schemes} or {1}
     largest_piece = BUFFER
     temporary = 0
+
     for weight in weight_kinds(plan.decisions):
         piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
         largest_piece = max(largest_piece, piece)
@@ -96,6 +97,7 @@ def worker_memory(plan: Plan, device: str) -> int:
         if weight.decodes_transposed:
             decoding += weight.shape[0] * weight.shape[1] * 2
         temporary = max(temporary, decoding)
+
     # torch allocates pinned memory in powers of two.
     buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
     # One buffer for reading, two for writing.

@@ -583,12 +583,14 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
         assert fmt is not None
         inputs = quantization.inputs_of(weight.module)
         turned = replace(fmt, group=fmt.group[::-1]) if len(weight.source.shape) == 3 else fmt
+
         scheme = next((one for one in KEPT_SCHEMES if _keeps(one, weight, {fmt, turned}, inputs)), None)
         if scheme is None:
             name = weight.codes.name
             raise PlanError(f"compressed-tensors has no layout for {name}: {_describe_stored(weight, inputs)}", _OTHERS)
         if scheme.format.input_scale is not None and (problem := why_no_input_scale(weight, scheme.format)):
             raise PlanError(f"{weight.module} has static activations: {problem}", _OTHERS)
+
         schemes |= {fmt: scheme, turned: scheme}
     return schemes
 
