@@ -34,10 +34,9 @@ from .job import (
     Opened,
     claim_of,
     connect_ranks,
+    make_job,
     open_model,
-    open_source,
     prepare,
-    prepare_alike,
     without_collector,
 )
 from .machine import available_cpus, peak_rss
@@ -189,13 +188,12 @@ def plan_of(request: Request, ranks: Ranks, reporter: Reporter, again: bool = Fa
     """
     # A calibration and --fit have required the memory already. Too little of it is then no error any more.
     required = again or request.frontier is not None
-    return prepare_alike(ranks, lambda: _plan(request, ranks, reporter, required))
+    return make_job(request.run, ranks, reporter, partial(_plan, request, required))
 
 
-def _plan(request: Request, ranks: Ranks, reporter: Reporter, required: bool) -> Job:
-    """Open the source and make the plan in this rank."""
+def _plan(request: Request, required: bool, opened: Opened) -> Job:
+    """Make the plan of compress(). `required`: whether the memory was required already."""
     texts = request.texts
-    opened = open_source(request.run, ranks, reporter)
     with without_collector():
         plan = _make_plan(request, opened)
     if required:
@@ -261,7 +259,7 @@ def dequantize(run: Run, ranks: Ranks | None = None, reporter: Reporter | None =
     with connect_ranks(ranks) as ranks:
         if run.dry_run:
             _require_writable(run, ranks)
-        job = prepare_alike(ranks, lambda: _plan_dequantized(open_source(run, ranks, reporter)))
+        job = make_job(run, ranks, reporter, _plan_dequantized)
         space = _report_plan(job, CalibrationTexts())
 
         if run.dry_run:

@@ -117,22 +117,24 @@ def connect_ranks(ranks: Ranks | None) -> Iterator[Ranks]:
         yield ranks
 
 
-def prepare_alike(ranks: Ranks, do: Callable[[], Job]) -> Job:
-    """Prepare a run in all ranks, and check that all see the same source and plan.
+def make_job(run: Run, ranks: Ranks, reporter: Reporter, plan: Callable[[Opened], Job]) -> Job:
+    """Open the source in all ranks, make its plan, and check that all see the same source and plan.
 
     Args:
+        run: options of the run.
         ranks: the connected ranks of the run.
-        do: prepares the run in this rank, without arguments.
+        reporter: receives notes and progress.
+        plan: plans the opened source in this rank, and calls `prepare`.
 
     Returns:
-        What `do` returned in this rank.
+        What `plan` returned in this rank.
 
     Raises:
         SourceError: ranks see different sources.
-        Exception: what `do` raised in this rank.
+        Exception: what `open_source` or `plan` raised in this rank.
         OutputError: another rank failed or died.
     """
-    job = ranks.all_do(do)
+    job = ranks.all_do(lambda: plan(open_source(run, ranks, reporter)))
     ranks.require_same(job.view, "sources")
     return job
 
