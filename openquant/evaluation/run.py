@@ -156,7 +156,9 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     from .task_passes import TaskRequests, encode_requests, longest_sequence
 
     read = read_tasks(options.tasks, options.limit) if options.tasks else None
-    tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
+    tokenizers: list[Tokenizer] = []
+    for model, checkpoint in zip(models, checkpoints, strict=True):
+        tokenizers.append(find_tokenizer(model, checkpoint, like=tokenizers[0] if tokenizers else None))
     corpus = read_corpus(texts, tokenizers[0], vocabulary=vocabulary_of(checkpoints[0]))
     tasks = None
     if read is not None:
