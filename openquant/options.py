@@ -484,6 +484,22 @@ class Texts(OptionGroup):
             raise UsageError(f"{self.samples} samples", f"give --samples from 1 to {MAX_SAMPLES:,}")
         if not 2 <= self.length <= MAX_LENGTH:
             raise UsageError(f"samples of {self.length} tokens", f"give --length from 2 to {MAX_LENGTH:,}")
+        if self.samples < len(self.names):
+            raise UsageError(
+                f"--samples {self.samples} is fewer than the {len(self.names)} texts: {', '.join(self.names)}",
+                f"give --samples {len(self.names)} or more",
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the texts that are given: of files their paths if several have the same name."""
+        if self.dataset:
+            return [self.dataset]
+        paths = list(map(Path, self.text))
+        names = [path.name for path in paths]
+        if len(set(names)) < len(names):
+            return list(map(str, paths))
+        return names
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def read_corpus(
         has at least one.
 
     Raises:
-        UsageError: `options.length` has no room beside the tokenizer's prefix; `options.samples` is smaller than the
-            number of texts; a text is given twice; or a dataset needs `datasets` 4 or newer.
+        UsageError: `options.length` has no room beside the tokenizer's prefix, a text is given twice, or a dataset
+            needs `datasets` 4 or newer.
         SourceError: a text cannot be read, is too short, or has tokens that the model does not have; or the tokenizer
             or its chat template fails on one.
     """
@@ -124,14 +124,6 @@ def read_corpus(
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
 
     domains, origin, notes = _domains(options, purpose, tokenizer)
-
-    if options.samples < len(domains):
-        raise UsageError(
-            f"--samples {options.samples} is fewer than the {len(domains)} texts: "
-            + ", ".join(domain.name for domain in domains),
-            f"give --samples {len(domains)} or more",
-        )
-
     documents: list[Document] = []
     for number, domain in enumerate(domains):
         count = options.samples // len(domains) + (number < options.samples % len(domains))
@@ -153,12 +145,10 @@ def _domains(
     """The domains that options name, their origin as JSON, and notes for the user."""
     if options.text:
         paths = [Path(text) for text in options.text]
-        names = [path.name for path in paths]
+        names = options.names
         if len(set(paths)) < len(paths):
             raise UsageError("a text is given twice", "give each once")
 
-        # Files of the same name in several directories are named by their paths.
-        names = names if len(set(names)) == len(names) else [str(path) for path in paths]
         return [open_file(path, name) for path, name in zip(paths, names, strict=True)], {"files": names}, []
 
     if options.dataset:

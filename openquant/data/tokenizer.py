@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,12 +171,13 @@ class Tokenizer:
         return tuple(differences)
 
 
-def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
+def load_tokenizer(directory: Path, where: str | None = None, like: Tokenizer | None = None) -> Tokenizer:
     """Load the tokenizer of a checkpoint.
 
     Args:
         directory: the checkpoint's directory, with config.json.
         where: the model's name in messages; None for the directory's path.
+        like: a tokenizer that is already loaded, and is used again if its files are the same.
 
     Raises:
         SourceError: there is none, its files or config.json are damaged, or transformers cannot load it without
@@ -194,6 +195,8 @@ def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
+    if like is not None and like.digest == digest.hexdigest():
+        return replace(like, where=where)
 
     template = _template(files)
     inner = _load(directory, files, where)

@@ -138,7 +138,9 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     from .results import ModelUnderTest
 
     read = read_tasks(options.tasks, options.limit) if options.tasks else None
-    tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
+    tokenizers: list[Tokenizer] = []
+    for model, checkpoint in zip(models, checkpoints, strict=True):
+        tokenizers.append(find_tokenizer(model, checkpoint, like=tokenizers[0] if tokenizers else None))
     tokenizer = tokenizers[0]
     corpus = read_corpus(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
     tasks = None

@@ -29,7 +29,7 @@ from ..plan import summary
 from ..plan.architecture import ParallelSize, text_config
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
-from ..plan.plan import Plan, make_plan
+from ..plan.plan import Plan, Planner
 from ..plan.serving import (
     GPUS,
     LoadedWeights,
@@ -89,14 +89,15 @@ def table_of(request: CompareSchemes, checkpoint: Checkpoint, identity: str, rev
         OpenQuantError: as `fit_table`.
     """
     budget = None if request.gpu is None else read_gpus(request.gpu)
+    planner = Planner(checkpoint, identity, request.architecture)
     if request.kv_cache == "auto" and _says_fp8_cache(checkpoint):
         with_fp8 = replace(request, kv_cache="fp8")
         try:
-            return replace(_Table(with_fp8, budget, checkpoint, identity).make(revision), cache_in_config=True)
+            return replace(_Table(with_fp8, budget, planner).make(revision), cache_in_config=True)
         except OpenQuantError:
             # The cache of these layers has no scales that we know. What else is wrong is raised again below.
             pass
-    return _Table(request, budget, checkpoint, identity).make(revision)
+    return _Table(request, budget, planner).make(revision)
 
 
 class _Table:
@@ -105,14 +106,12 @@ class _Table:
     Args:
         request: the options.
         budget: the GPUs; None without any.
-        checkpoint: the opened source.
-        identity: text that tells this source from others.
+        planner: makes plans of the source.
     """
 
-    def __init__(self, request: CompareSchemes, budget: Budget | None, checkpoint: Checkpoint, identity: str) -> None:
+    def __init__(self, request: CompareSchemes, budget: Budget | None, planner: Planner) -> None:
         self.request = request
-        self.checkpoint = checkpoint
-        self.identity = identity
+        self.planner = planner
         self.entry = request.architecture
         self.fp8 = request.kv_cache == "fp8"
         # The engines that must load it; empty if any may.
@@ -233,7 +232,7 @@ class _Table:
                 continue
 
             try:
-                found = _Table(request, read_gpus(str(request.gpu)), self.checkpoint, self.identity).make(None, False)
+                found = _Table(request, read_gpus(str(request.gpu)), self.planner).make(None, instead=False)
             except OpenQuantError:
                 continue
 
@@ -256,7 +255,7 @@ class _Table:
             texts={"documents": 1, "length": 2},
         )
 
-        plan = make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
+        plan = self.planner.make(scheme, options, with_notes=False)
 
         head = next((weight.module for weight, kind in plan.decisions.kinds if is_head(weight.module)), None)
         if head is None or not self._improves(scheme):
@@ -264,7 +263,7 @@ class _Table:
 
         self.head_schemes[scheme.name] = f"{head}={INT8_W8A16.name}"
         options = replace(options, scheme_for=((head, INT8_W8A16),))
-        return make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
+        return self.planner.make(scheme, options, with_notes=False)
 
     def _improves(self, scheme: Scheme) -> bool:
         """Whether a head in INT8 loses less than in the scheme, and engines can have both on the GPU."""

@@ -361,7 +361,7 @@ class Format:
             return self.number.run
         return self.group[0] or 1
 
-    @property
+    @cached_property
     def indivisible(self) -> Group:
         """Rows and columns that tensor parallelism must not split: (1, 4) if 4 codes fill a word. None for an axis
         that may be split anywhere, even if all of it shares a scale.

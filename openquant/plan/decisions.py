@@ -157,10 +157,10 @@ class Decisions:
         default = Decision(self.scheme, "")
         return ((weight, self.overrides.get(module, default)) for module, weight in self.layers.items())
 
-    @property
-    def passthrough(self) -> Iterator[PassthroughTensor]:
+    @cached_property
+    def passthrough(self) -> list[PassthroughTensor]:
         """All tensors that may not be quantized, in the order of the source."""
-        return (item for items in self.items.values() for item in items if isinstance(item, PassthroughTensor))
+        return [item for items in self.items.values() for item in items if isinstance(item, PassthroughTensor)]
 
     @property
     def quantized(self) -> list[tuple[Weight, Scheme]]:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -240,66 +240,133 @@ def make_plan(
             codes and scales must be kept and cannot.
         UsageError: a pattern matches nothing or is malformed, or the tensor-parallel size is below 1.
     """
-    options = options or PlanOptions()
-    model = find_architecture(checkpoint, architecture)
-    choice = choice or LayerChoice(options)
-    of_layers = [scheme, *choice.schemes]
-    schemes = [*of_layers, *(other for _, other in options.scheme_for)]
-    refuse_schemes(model, schemes)
-    if options.gptq:
-        refuse_repeats(model)
+    return Planner(checkpoint, identity, architecture, choice).make(scheme, options or PlanOptions())
 
-    # Open: quantized weights of the source appear as the bfloat16 tensors that they decode to.
-    decoded, weights = decoded_view(checkpoint)
-    check_options(options)
-    model = _add_tables(model, decoded, scheme, options)
 
-    has_input_scales = choice.is_decided or any(weight.input_scale_for(scheme.format) for weight in weights.values())
-    options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
+class _Sorted(NamedTuple):
+    """Tensors of a source as an entry sorts them: what all schemes share."""
 
-    entry = ModuleRules(model)
-    config = text_config(decoded, model)
-    check_layer_count(config)
+    entry: ModuleRules
+    items: dict[str, list[Item]]
+    layers: dict[str, Weight]
+    fused: dict[str, tuple[str, ...]]
 
-    # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
-    # embeddings, output heads and routers.
-    in_scheme = isinstance(choice, SourceChoice) or _all_in_scheme(weights.values(), of_layers)
-    items, layers = sort_tensors(decoded, weights, entry, choice.is_unquantized, in_scheme)
-    if options.calibration is not None:
-        require_widths(options.calibration, layers.values())
-    if options.transforms is not None:
-        apply_transforms(items, layers, options.transforms)
 
-    cache_notes = _add_cache_scales(items, decoded, entry, options)
-    if options.tp is not None:
-        refuse_size(entry, layers, config, options.tp)
+class Planner:
+    """Makes plans of one checkpoint, as `make_plan` does, and finds what they share only once.
 
-    # Decide.
-    fused = entry.fused_groups(layers)
-    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    keeps = isinstance(choice, SourceChoice)
-    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps)
-    limits = EngineLimits(decisions, entry, config, options, choice.is_decided)
-    decisions, scheme_notes = _assign_layers(limits, choice, in_scheme)
+    Args:
+        checkpoint: the opened source.
+        identity: text that tells this source from another with the same headers; it is part of the plans' digests.
+        architecture: as for `make_plan`.
+        choice: what says which layers get which scheme; the options of each plan if None.
+    """
 
-    # Describe.
-    formats = ((layer, chosen.scheme and chosen.scheme.format) for layer, chosen in decisions.iter_decisions())
-    parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
-    about_source = _notes_on_source(checkpoint, decoded, entry)
-    notes = [
-        *entry_notes(model),
-        *check_task_head(checkpoint.architecture),
-        *scheme_notes,
-        *about_source,
-        *cache_notes,
-        *output_notes(checkpoint, weights.values(), entry, decisions, options),
-    ]
-    settings = quantization_config(entry, decisions, options.fp8_kv_cache)
-    return Plan(
-        *(checkpoint, decoded, entry, options, decisions, settings, parallel, tuple(notes)),
-        source_notes=about_source,
-        identity=identity,
-    )
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        identity: str = "",
+        architecture: str | Architecture | None = None,
+        choice: LayerChoice | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.identity = identity
+        self._architecture = architecture
+        self._choice = choice
+        # By entry, --ignore, and whether the source is in the scheme already.
+        self._sorted: dict[tuple[Architecture, tuple[str, ...], bool], _Sorted] = {}
+
+    @cached_property
+    def _model(self) -> Architecture:
+        return find_architecture(self.checkpoint, self._architecture)
+
+    @cached_property
+    def _decoded(self) -> tuple[Checkpoint, dict[str, Weight]]:
+        return decoded_view(self.checkpoint)
+
+    def _sort(self, model: Architecture, choice: LayerChoice, in_scheme: bool) -> _Sorted:
+        """Sort the tensors, in containers that the caller may change."""
+        key = model, choice.options.ignore, in_scheme
+        if key not in self._sorted:
+            entry = ModuleRules(model)
+            items, layers = sort_tensors(*self._decoded, entry, choice.is_unquantized, in_scheme)
+            self._sorted[key] = _Sorted(entry, items, layers, entry.fused_groups(layers))
+
+        entry, items, layers, fused = self._sorted[key]
+        return _Sorted(entry, {shard: list(tensors) for shard, tensors in items.items()}, dict(layers), fused)
+
+    def make(self, scheme: Scheme, options: PlanOptions, with_notes: bool = True) -> Plan:
+        """Decide what becomes of every tensor.
+
+        Args:
+            scheme: the scheme of all layers that have no other.
+            options: what the user asks for besides the scheme.
+            with_notes: whether the plan gets notes for the user, which take as long as all else.
+
+        Raises:
+            OpenQuantError: as `make_plan`.
+        """
+        checkpoint = self.checkpoint
+        model = self._model
+        choice = self._choice or LayerChoice(options)
+        of_layers = [scheme, *choice.schemes]
+        schemes = [*of_layers, *(other for _, other in options.scheme_for)]
+        refuse_schemes(model, schemes)
+        if options.gptq:
+            refuse_repeats(model)
+
+        # Open: quantized weights of the source appear as the bfloat16 tensors that they decode to.
+        decoded, weights = self._decoded
+        check_options(options)
+        model = _add_tables(model, decoded, scheme, options)
+
+        has_input_scales = choice.is_decided or any(
+            weight.input_scale_for(scheme.format) for weight in weights.values()
+        )
+        options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
+
+        config = text_config(decoded, model)
+        check_layer_count(config)
+
+        # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except
+        # for embeddings, output heads and routers.
+        in_scheme = isinstance(choice, SourceChoice) or _all_in_scheme(weights.values(), of_layers)
+        entry, items, layers, fused = self._sort(model, choice, in_scheme)
+        if options.calibration is not None:
+            require_widths(options.calibration, layers.values())
+        if options.transforms is not None:
+            apply_transforms(items, layers, options.transforms)
+
+        cache_notes = _add_cache_scales(items, decoded, entry, options)
+        if options.tp is not None:
+            refuse_size(entry, layers, config, options.tp)
+
+        # Decide.
+        input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
+        keeps = isinstance(choice, SourceChoice)
+        decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps)
+        limits = EngineLimits(decisions, entry, config, options, choice.is_decided)
+        decisions, scheme_notes = _assign_layers(limits, choice, in_scheme)
+
+        # Describe.
+        formats = ((layer, chosen.scheme and chosen.scheme.format) for layer, chosen in decisions.iter_decisions())
+        parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
+        settings = quantization_config(entry, decisions, options.fp8_kv_cache)
+        head_notes = check_task_head(checkpoint.architecture)
+        plan = Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, (), (), self.identity)
+        if not with_notes:
+            return plan
+
+        about_source = _notes_on_source(checkpoint, decoded, entry)
+        notes = (
+            *entry_notes(model),
+            *head_notes,
+            *scheme_notes,
+            *about_source,
+            *cache_notes,
+            *output_notes(checkpoint, weights.values(), entry, decisions, options),
+        )
+        return replace(plan, notes=notes, source_notes=about_source)
 
 
 def _all_in_scheme(weights: Collection[Weight], schemes: Iterable[Scheme]) -> bool:

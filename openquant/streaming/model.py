@@ -307,6 +307,8 @@ class PassProgress:
 # Weights that are converted to float32 at once: 2 MB. That is small beside a large layer, and little enough for malloc
 # to reuse the memory for the next piece; the system would zero fresh memory first.
 PIECE = 1 << 19
+# Tokens for which torch's own bfloat16 is as fast: conversion takes as long for one token, as in answers, as for many.
+FEW_TOKENS = 3
 
 
 def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
@@ -343,8 +345,11 @@ def _whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _linear(
-    _func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
+    if x.numel() <= FEW_TOKENS * x.shape[-1]:
+        product: torch.Tensor = func(x, weight, bias)
+        return product
     x32 = x.float()
     if weight.numel() <= PIECE:
         return functional.linear(x32, weight.float(), _to_float32(bias)).bfloat16()

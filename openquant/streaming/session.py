@@ -43,8 +43,13 @@ BUDGET = 4 << 30
 TEXTS_OR_CHECKPOINTS = "texts or checkpoints"
 
 
-def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
+def find_tokenizer(source: Source, checkpoint: Checkpoint, like: Tokenizer | None = None) -> Tokenizer:
     """Load a checkpoint's tokenizer, and download its files first if the source is on the Hub.
+
+    Args:
+        source: where the checkpoint comes from.
+        checkpoint: the checkpoint.
+        like: a tokenizer that is already loaded, and is used again if its files are the same.
 
     Raises:
         SourceError: there is none, it cannot be downloaded, it is damaged, or it fails or exceeds its limits.
@@ -53,7 +58,7 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
 
     file_names = {*FILES, *TEMPLATES, "generation_config.json"}
     source.fetch_files([name for name in checkpoint.files if name in file_names])
-    return load_tokenizer(source.root, source.repo or source.name)
+    return load_tokenizer(source.root, source.repo or source.name, like)
 
 
 def config_levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ def test_a_tokenizer_is_that_of_transformers(model: Path) -> None:
     assert tokenizer.decode(ids) == PROBE
     assert (tokenizer.prefix, tokenizer.template, len(tokenizer.digest)) == ((), None, 64)
     assert tokenizer.decode([0]) == "<|endoftext|>"
+
+
+def test_equal_files_are_loaded_once(model: Path, tmp_path: Path) -> None:
+    first = load_tokenizer(model, "source")
+    again = load_tokenizer(shutil.copytree(model, tmp_path / "copy"), "output", like=first)
+    assert again.inner is first.inner
+    assert again == replace(first, where="output")
+    configure(model, eos_token="changed")
+    assert load_tokenizer(model, like=first).inner is not first.inner
 
 
 def test_what_a_tokenizer_sets_before_a_text_is_known(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from openquant import compress, verify
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.model_files import short_repr
+from openquant.files.shardfile import TensorInfo
 from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
@@ -38,6 +40,7 @@ from openquant.formats.schemes import (
     SCHEMES,
     TENSOR,
     TENSOR_COMPRESSED,
+    TENSOR_COMPRESSED_STATIC,
     TENSOR_STATIC,
     Scheme,
 )
@@ -45,11 +48,12 @@ from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.architecture import find_architecture
 from openquant.plan.decisions import PlanOptions, gptq_weights
-from openquant.plan.plan import Plan, ignored_layers, make_plain_plan, make_plan
+from openquant.plan.plan import Plan, Planner, ignored_layers, make_plain_plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
 from openquant.weights.weight import UNDECIDED, WeightTransforms
 from support import small_checkpoints
+from support.published_checkpoints import with_few_experts
 from support.rows import for_each
 
 INT6 = INTEGER_GROUPS[6][0]
@@ -65,6 +69,32 @@ def quantized(plan: Plan) -> set[str]:
 
 def reason(plan: Plan, module: str) -> str:
     return next(line.why for line in plan.lines if module in line.names)
+
+
+def test_plans_that_share_what_they_can_are_as_each_alone(subtests: pytest.Subtests) -> None:
+    texts = {"documents": 1, "length": 2}
+    all_options = (
+        PlanOptions(fp8_kv_cache=True, texts=texts),
+        PlanOptions(("**.o_proj",), scheme_for=(("**.down_proj", CHANNEL),), head=True, texts=texts),
+        PlanOptions(texts=texts),
+    )
+    for name in ("Qwen3MoeForCausalLM", "quantized/Qwen3MoeForCausalLM"):
+        checkpoint = with_few_experts(name)
+        planner = Planner(checkpoint)
+        for scheme, options in itertools.product((TENSOR_COMPRESSED_STATIC, INT4_W4A16, BLOCK_COMPRESSED), all_options):
+            with subtests.test(f"{name} {scheme.name} {options}"):
+                shared = planner.make(scheme, options)
+                alone = make_plan(checkpoint, scheme, options)
+                assert (shared.digest, shared.lines, shared.notes) == (alone.digest, alone.lines, alone.notes)
+                assert shared.decisions == alone.decisions
+                assert planner.make(scheme, options, with_notes=False) == replace(shared, notes=(), source_notes=())
+
+    odd = TensorInfo("model.layers.0.odd.weight", "BF16", (8, 8))
+    where = {**checkpoint.where, odd.name: next(iter(checkpoint.where.values()))}
+    planner = Planner(replace(checkpoint, tensors={**checkpoint.tensors, odd.name: odd}, where=where))
+    assert planner.make(CHANNEL, PlanOptions(("**.odd",)))
+    with pytest.raises(PlanError, match="matches no pattern"):
+        planner.make(CHANNEL, PlanOptions())
 
 
 def test_a_plan_says_what_it_lacks() -> None:

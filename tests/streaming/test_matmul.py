@@ -73,6 +73,17 @@ def test_results_are_those_of_float32_rounded(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(found, product(x.float(), weight.float()).bfloat16()), name
 
 
+def test_few_tokens_are_left_to_torch() -> None:
+    weight = random(64, 48)
+    with Float32Products(), Watched() as watched:
+        for tokens, dtype in ((1, torch.bfloat16), (3, torch.bfloat16), (4, torch.float32)):
+            watched.dtypes.clear()
+            x = random(1, tokens, 48)
+            found = functional.linear(x, weight)
+            assert watched.dtypes == {dtype}
+            torch.testing.assert_close(found, (x.float() @ weight.float().T).bfloat16(), rtol=2**-7, atol=1e-6)
+
+
 def test_experts_take_the_rows_up_to_their_offsets() -> None:
     x, weight, offsets = random(7, 48), random(4, 48, 32), torch.tensor([3, 3, 5, 7], dtype=torch.int32)
     with Float32Products():
