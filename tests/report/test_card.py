@@ -130,7 +130,7 @@ SAID = [
      [f"\n- {SGLANG} does not load it: it loads no quantized embedding\n- Do not load it with transformers, which "
       "does not read its quantized embedding\n"], []),
     ("Qwen3ForCausalLM", {"scheme": "int4"},
-     [" For vLLM on NVIDIA Turing to Blackwell, AMD MI300 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "],
+     [" For vLLM on NVIDIA Turing to Blackwell, AMD MI300, AMD RDNA 4, AMD RDNA 3 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "],
      ["pip install humming-kernels"]),
     # What vLLM does not bring is installed before it serves.
     ("", {"scheme": "int5"}, ["```\npip install humming-kernels\nvllm serve out\n```"], []),
