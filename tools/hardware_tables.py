@@ -41,7 +41,7 @@ def main() -> None:
 def advice_table() -> str:
     """Which scheme to take in vLLM, by card: a Markdown table with a row for all hardware that has the same advice."""
 
-    def name(measured: Measurement | None, hardware: str) -> str:
+    def cell(measured: Measurement | None, hardware: str) -> str:
         if measured is None:
             return "-"
         kernel = find_kernel("vLLM", measured.scheme.name, hardware)
@@ -55,7 +55,7 @@ def advice_table() -> str:
         computed = {SCHEMES[name]: {kernel.arithmetic} for name, kernel in kernels.items() if kernel}
         eight = advise({scheme.name: computed[scheme] for scheme in computed if scheme.format.number.bits == 8})
         four = advise({scheme.name: computed[scheme] for scheme in computed if scheme.format.number.bits == 4})
-        cells = tuple(name(one, hardware) for one in (eight.fastest, eight.closest, four.closest))
+        cells = tuple(cell(one, hardware) for one in (eight.fastest, eight.closest, four.closest))
         rows.setdefault(cells, []).append(CARDS[hardware])
 
     head = ("card", "8 bits, fastest", "8 bits, closest", "if 8 bits do not fit")

@@ -429,3 +429,27 @@ SCHEME_NAMES: dict[str, SchemeInfo] = {
     "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and a global scale", "-NVFP4"),
     "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
 }
+
+_GGUF = "GGUF and its types are llama.cpp's, for Ollama and LM Studio too: convert with llama.cpp's own tools"
+# Words that people bring from other tools, and what they are here.
+_MEANINGS = {
+    **dict.fromkeys(("quantize", "quantise", "convert"), "openquant compress MODEL does that"),
+    "fp8": "fp8 is --scheme tensor, the default, or channel",
+    "fp8_dynamic": "fp8_dynamic is --scheme channel",
+    "w8a8": "w8a8 is --scheme channel in FP8, or int8",
+    "w8a16": "w8a16 is --scheme int8-weights",
+    "w4a16": "w4a16 is --scheme int4, best with --gptq",
+    "fp4": "fp4 is --scheme nvfp4, best with --gptq",
+    "awq": "awq is a method: --scheme int4 --awq",
+    "gptq": "gptq is a method: --scheme int4 --gptq, or nvfp4 --gptq",
+    **dict.fromkeys(("gguf", "ollama", "llama.cpp"), _GGUF),
+    "mlx": "MLX is Apple's: convert with mlx_lm.convert of mlx-lm",
+}
+
+
+def meaning_of(word: str) -> str | None:
+    """Say what a word of another tool is here: "w4a16 is --scheme int4, best with --gptq"; None if it is none."""
+    name = word.lower().replace("-", "_")
+    if re.match(r"i?q\d_", name):
+        return _GGUF
+    return _MEANINGS.get(name)
