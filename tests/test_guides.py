@@ -96,9 +96,8 @@ def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
             said.append(capsys.readouterr().out)
     plan, _, verified, evaluated, *_ = said
     assert "weights:  8.39 MB -> 5.25 MB" in plan
-    assert verified.splitlines()[-1].startswith("no problems")
-    row = next(line for line in evaluated.splitlines() if line.startswith("tiny-qwen3-FP8 "))
-    assert row.endswith("close")
+    assert verified.splitlines()[0].startswith("tiny-qwen3-FP8: no problems")
+    assert evaluated.startswith("tiny-qwen3-FP8: close: ")
     kl = {
         path.parent.name.removeprefix("tiny-qwen3-"): json.loads(path.read_text())["kl"]["mean"]
         for path in tmp_path.glob("*/eval.json")

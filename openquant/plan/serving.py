@@ -170,6 +170,20 @@ class SequenceMemory:
                 high = middle - 1
         return low
 
+    def at_once(self, tokens: int, fp8: bool, gpus: int) -> tuple[int, int]:
+        """Return a usual length of sequences, and how many of them fit at once.
+
+        Args:
+            tokens: what `tokens` returned.
+            fp8: whether the cache is FP8 rather than bfloat16.
+            gpus: number of tensor-parallel ranks.
+        """
+        context = min(FEWEST_TOKENS, self.length or FEWEST_TOKENS)
+        room = self.sequence(tokens, fp8, gpus)
+        if self.length and tokens > self.length:
+            room = self.sequence(self.length, fp8, gpus) * tokens // self.length
+        return context, room // max(1, self.sequence(context, fp8, gpus))
+
 
 @dataclass(frozen=True)
 class LoadedWeights:
@@ -225,6 +239,12 @@ class Serving:
     cache: SequenceMemory | None
     unknown: str | None
     fits: tuple[Fit, ...]
+
+    @property
+    def fewest(self) -> Fit | None:
+        """The fewest and smallest GPUs that serve it; None if 8 are too few, or it does not divide."""
+        fits = [fit for fit in self.fits if fit.gpus is not None]
+        return min(fits, key=lambda fit: (fit.gpus, fit.gpu_gb), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as `--json` prints them; those of an unknown cache are None."""
