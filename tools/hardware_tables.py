@@ -55,7 +55,7 @@ def advice_table() -> str:
         computed = {SCHEMES[name]: {kernel.arithmetic} for name, kernel in kernels.items() if kernel}
         eight = advise({scheme.name: computed[scheme] for scheme in computed if scheme.format.number.bits == 8})
         four = advise({scheme.name: computed[scheme] for scheme in computed if scheme.format.number.bits == 4})
-        cells = tuple(cell(one, hardware) for one in (eight.fastest, eight.closest, four.closest))
+        cells = tuple(cell(one, hardware) for one in (*eight, four[1]))
         rows.setdefault(cells, []).append(CARDS[hardware])
 
     head = ("card", "8 bits, fastest", "8 bits, closest", "if 8 bits do not fit")

@@ -4,13 +4,12 @@ Closest is what lost least on a real model, with its calibration. Fastest is wha
 speed was measured.
 
     advise({"channel": {"FP8"}, "int8-weights": {"16 bits"}})
-    # Advice(fastest=("--scheme channel", ...), closest=("--scheme int8-weights", ...))
+    # (Measurement("--scheme channel", ...), Measurement("--scheme int8-weights", ...))
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from ..diagnosis.result import MEASURED, Measurement
 from ..formats.schemes import SCHEMES, Scheme
@@ -20,19 +19,9 @@ from ..formats.schemes import SCHEMES, Scheme
 FASTEST = {"channel": "FP8", "int8": "INT8"}
 
 
-class Advice(NamedTuple):
-    """What to take of some schemes.
-
-    Attributes:
-        fastest: what is multiplied in numbers of eight bits; None if nothing is.
-        closest: what lost least; None if none of them was measured.
-    """
-
-    fastest: Measurement | None
-    closest: Measurement | None
-
-
-def advise(schemes: Mapping[str, Collection[str]], calibrate: bool = True) -> Advice:
+def advise(
+    schemes: Mapping[str, Collection[str]], calibrate: bool = True
+) -> tuple[Measurement | None, Measurement | None]:
     """Say which scheme to take.
 
     Args:
@@ -41,7 +30,8 @@ def advise(schemes: Mapping[str, Collection[str]], calibrate: bool = True) -> Ad
         calibrate: whether a calibration is possible.
 
     Returns:
-        The advice. What is emulated is not advised.
+        The fastest, or None if nothing is multiplied in eight bits; and the closest, or None if none was measured. What
+        is emulated is neither.
     """
     able = {name: numbers for name, numbers in schemes.items() if "emulated" not in numbers}
 
@@ -50,8 +40,8 @@ def advise(schemes: Mapping[str, Collection[str]], calibrate: bool = True) -> Ad
 
     name = next((name for name, numbers in FASTEST.items() if able.get(name) and set(able[name]) == {numbers}), None)
     if name is None:
-        return Advice(None, closest)
-    return Advice(least_loss(SCHEMES[name], calibrate), closest)
+        return None, closest
+    return least_loss(SCHEMES[name], calibrate), closest
 
 
 def least_loss(scheme: Scheme, calibrate: bool = True) -> Measurement | None:

@@ -158,7 +158,7 @@ class _Table:
         # What is quantized already and fits is served as it is.
         ready = stored and bool(source_fits)
         fitting = {row.scheme: row for row in rows if row.scheme and self._fits(row)}
-        advice = advise({name: row.numbers for name, row in fitting.items()}, calibrate=not stored)
+        fastest, closest = advise({name: row.numbers for name, row in fitting.items()}, calibrate=not stored)
 
         table = FitTable(
             model=os.fspath(self.request.model),
@@ -180,7 +180,6 @@ class _Table:
             head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
         )
 
-        closest, fastest = advice.closest, advice.fastest
         if closest is not None and not ready:
             return replace(
                 table,
@@ -333,7 +332,6 @@ class _Table:
 
         first = kernels.get((*self.wanted, *engines)[0], {})
         measured = least_loss(scheme, calibrate=not summary.has_quantized_source(plan))
-        calibrated = Calibrated(measured.options, measured.kl) if measured and measured.readings else None
 
         quantized = [line for line in plan.lines if line.quantized]
         elements = sum(len(line.names) * prod(line.shape) for line in quantized)
@@ -347,7 +345,8 @@ class _Table:
             expert_arithmetic=_arithmetic(first, experts=True),
             needs=tuple(dict.fromkeys(kernel.needs for kernel in first.values() if kernel and kernel.needs)),
             kl=measured_kl(scheme),
-            calibrated=calibrated,
+            least=measured and measured.kl,
+            calibrated=measured.options if measured and measured.readings else None,
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
         )
 
@@ -363,6 +362,7 @@ class _Table:
             expert_arithmetic=None,
             needs=(),
             kl=0.0,
+            least=0.0,
             calibrated=None,
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)),
         )
@@ -535,19 +535,6 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """A scheme with a calibration.
-
-    Attributes:
-        options: options of compress: "--scheme nvfp4 --gptq".
-        kl: KL divergence that was measured, in nats.
-    """
-
-    options: str
-    kl: float
-
-
-@dataclass(frozen=True)
 class SchemeFit:
     """A row of the table.
 
@@ -561,7 +548,8 @@ class SchemeFit:
         expert_arithmetic: likewise in routed experts.
         needs: packages or CPU features that the engine needs for it.
         kl: KL divergence from the source that was measured on another model, in nats; None if it was not.
-        calibrated: the calibration with which it lost least; None if there is none.
+        least: the least that was measured, with a calibration if there is one.
+        calibrated: the options with which that was: "--scheme nvfp4 --gptq"; None without a calibration.
         holds: what each target of the table holds.
     """
 
@@ -573,13 +561,9 @@ class SchemeFit:
     expert_arithmetic: str | None
     needs: tuple[str, ...]
     kl: float | None
-    calibrated: Calibrated | None
+    least: float | None
+    calibrated: str | None
     holds: tuple[Held, ...]
-
-    @property
-    def least(self) -> float | None:
-        """The least KL divergence that was measured, with a calibration if there is one."""
-        return self.calibrated.kl if self.calibrated else self.kl
 
     @property
     def numbers(self) -> set[str]:

@@ -170,19 +170,11 @@ class SequenceMemory:
                 high = middle - 1
         return low
 
-    def at_once(self, tokens: int, fp8: bool, gpus: int) -> tuple[int, int]:
-        """Return a usual length of sequences, and how many of them fit at once.
-
-        Args:
-            tokens: what `tokens` returned.
-            fp8: whether the cache is FP8 rather than bfloat16.
-            gpus: number of tensor-parallel ranks.
-        """
-        context = min(FEWEST_TOKENS, self.length or FEWEST_TOKENS)
-        room = self.sequence(tokens, fp8, gpus)
-        if self.length and tokens > self.length:
-            room = self.sequence(self.length, fp8, gpus) * tokens // self.length
-        return context, room // max(1, self.sequence(context, fp8, gpus))
+    def at_once(self, tokens: int, context: int, fp8: bool, gpus: int) -> int:
+        """Return how many sequences of a length fit where so many `tokens` do."""
+        length = min(tokens, self.length or tokens)
+        room = self.sequence(length, fp8, gpus) * tokens // max(1, length)
+        return room // max(1, self.sequence(context, fp8, gpus))
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,8 @@ def fit_notes(found: FitTable) -> list[str]:
 def _calibrated_lines(found: FitTable) -> list[str]:
     """Say with which calibrations, and what is lost without them."""
     rows = [row for row in found.schemes if row.calibrated]
-    if not rows:
-        return []
-    options = [
-        f"{row.calibrated.options.removeprefix('--scheme ')} ({row.kl:.3f} without)" for row in rows if row.calibrated
-    ]
-    return [f"KL *: with a calibration, {', '.join(options)}"]
+    options = [f"{str(row.calibrated).removeprefix('--scheme ')} ({row.kl:.3f} without)" for row in rows]
+    return [f"KL *: with a calibration, {', '.join(options)}"] if rows else []
 
 
 def _unmeasured_lines(found: FitTable) -> list[str]:
@@ -156,7 +152,7 @@ def _kl(row: SchemeFit) -> str:
     if row.scheme is None:
         return "0"
     if row.calibrated:
-        return f"{row.calibrated.kl:.3f}*"
+        return f"{row.least:.3f}*"
     return f"{row.kl:.3f}"
 
 
@@ -241,13 +237,10 @@ def advised(found: FitTable) -> list[tuple[str, str]]:
         found: the result of fit_table().
     """
     rows = {row.scheme: row for row in found.schemes}
-    lines = []
-    if found.command is not None:
-        about = "closest and fastest" if found.fastest == found.best else "closest"
-        lines.append((f"{about}, {_why(rows[found.best])}", found.command))
-    if found.fastest_command is not None and found.fastest != found.best:
-        lines.append((f"fastest, {_why(rows[found.fastest])}", found.fastest_command))
-    return lines
+    commands = {"closest": (found.best, found.command), "fastest": (found.fastest, found.fastest_command)}
+    if found.fastest == found.best:
+        commands = {"closest and fastest": (found.best, found.command)}
+    return [(f"{about}, {_why(rows[scheme])}", command) for about, (scheme, command) in commands.items() if command]
 
 
 def _why(row: SchemeFit) -> str:
@@ -290,7 +283,7 @@ def _fits_as_it_is(found: FitTable, target: Target) -> bool:
 
 def _served_lines(found: FitTable) -> list[str]:
     """Name the option of engines for the context, if the model allows a longer one than fits."""
-    rows = [row for row in found.schemes if row.scheme in (found.best, found.fastest)]
+    rows = [row for row in found.schemes if row.scheme and row.scheme in (found.best, found.fastest)]
     longest = min((held.longest for row in rows for held in row.holds if held.longest is not None), default=None)
     if longest is None or longest == found.longest_context:
         return []

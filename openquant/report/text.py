@@ -16,7 +16,7 @@ from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanLine, rounded_bytes
 from ..plan.plan import Plan, has_fp8_cache, ignored_layers
-from ..plan.serving import CACHED, Fit, Serving
+from ..plan.serving import CACHED, FEWEST_TOKENS, Fit, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
@@ -192,10 +192,11 @@ def serving_line(source: Serving, output: Serving, fp8: bool = False) -> str:
     if output.cache is None or tokens is None:
         line += optional("; how many tokens they hold is not known: {}", output.unknown)
     else:
-        context, sequences = output.cache.at_once(tokens, fp8, fewest.gpus or 1)
+        context = min(FEWEST_TOKENS, output.cache.length or FEWEST_TOKENS)
+        sequences = output.cache.at_once(tokens, context, fp8, fewest.gpus or 1)
         line += f": {short(tokens)} tokens, {short(sequences)} sequences of {context:,} at once"
 
-    if source.fewest is not None and source.fewest != fewest and _gpus(source.fewest) != _gpus(fewest):
+    if source.fewest is not None and _gpus(source.fewest) != _gpus(fewest):
         line += f"; the source needs {_gpus(source.fewest)}"
     return f"{line}. By card: openquant fit MODEL --gpu 4090"
 

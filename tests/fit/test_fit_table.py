@@ -17,6 +17,7 @@ import pytest
 from conftest import EXAMPLE, ROOT
 from openquant import FitTable, compress, fit_table
 from openquant.cli.commands import main
+from openquant.diagnosis.result import Measurement
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.advice import least_loss
@@ -210,8 +211,7 @@ def test_schemes_that_broke_the_model_are_named(capsys: pytest.CaptureFixture[st
 
 
 def test_equal_losses_are_ordered_by_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.fit.table.measured_kl", lambda _: 0.5)
-    monkeypatch.setattr("openquant.fit.table.least_loss", lambda *_, **__: None)
+    monkeypatch.setattr("openquant.fit.table.least_loss", lambda scheme, **_: Measurement("", scheme, 0.5))
     rows = fit_table(model, "H100").schemes[1:]
     assert [row.bytes for row in rows] == sorted(row.bytes for row in rows)
 
@@ -264,6 +264,19 @@ def test_experts_have_kernels_of_their_own(tmp_path: Path) -> None:
     assert "SGLang" in fit_table(moe, "L40S", engines="sglang").refused["int8"]
     # vLLM's kernel for dense layers fails on Blackwell.
     assert fit_table(moe, "B200").refused["int8"] == "no engine has a kernel for it on B200"
+
+
+def test_radeons_get_nothing_that_only_nvidia_runs(model: Path) -> None:
+    found = table(model, "2x7900xtx")
+    only_nvidia = {"int7", "int6", "int5", "int3", "int2"}
+    assert only_nvidia | {"tensor", "channel", "block"} == found.refused.keys()
+    # Nothing emulated is advised, and FP8 is none of its numbers.
+    assert (found.best, found.fastest) == ("int8-weights", "int8")
+    assert found.fastest_command == f"openquant compress -m {model} --scheme int8 --smooth 0.5"
+    # What is served has room in both.
+    longest = min(row.holds[0].longest or 0 for row in found.schemes if row.scheme in ("int8-weights", "int8"))
+    assert fit_text(found).splitlines()[-1] == f"serve it with --max-model-len {longest} or less"
+    assert table(model, "2xr9700").refused.keys() == only_nvidia
 
 
 def test_without_a_gpu_there_are_three_sizes_and_no_command(model: Path) -> None:
@@ -455,6 +468,7 @@ def test_refusals(subtests: pytest.Subtests) -> None:
         ({"gpu": "5.0bits"}, "--gpu '5.0bits' is no GPU", "give its memory"),
         ({"gpu": "0x4090"}, "--gpu '0x4090' is no GPU", ""),
         ({"gpu": "0GB"}, "--gpu '0GB' is no GPU", ""),
+        ({"gpu": "7900gre"}, "--gpu '7900gre' is no GPU", "did you mean RX 7900 XT"),
         ({"gpu": "m3-max"}, "--gpu 'm3-max': vLLM and SGLang have no kernels for Apple's GPUs", "serve it with mlx-lm"),
         ({"gpu": ""}, "--gpu: it is empty", ""),
         ({"gpu": "3x4090"}, "3 GPUs cannot share this model: they do not divide it", "name one of 1, 2, 4 GPUs"),
