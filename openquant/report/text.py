@@ -346,10 +346,11 @@ def verification_text(report: Report, width: int | None = None) -> str:
                 f"{_count(report.equal_files, 'other file')}"
             )
 
+    lines += [f"note: {note}" for note in report.notes]
     lines = paragraphs(lines, width)
     if report.errors:
-        lines += ["", *_errors_table(report, width), ""]
-    return join_lines([*lines, *paragraphs([f"note: {note}" for note in report.notes], width)])
+        lines += ["", *_errors_table(report, width)]
+    return join_lines(lines)
 
 
 def _errors_table(report: Report, width: int | None) -> list[str]:
