@@ -38,18 +38,12 @@ def advise(
     losses = [least_loss(SCHEMES[name], calibrate) for name in able]
     closest = min(filter(None, losses), key=lambda row: row.kl, default=None)
 
-    name = next((name for name, numbers in FASTEST.items() if able.get(name) and set(able[name]) == {numbers}), None)
-    if name is None:
-        return None, closest
-    return least_loss(SCHEMES[name], calibrate), closest
+    own = (name for name, numbers in FASTEST.items() if set(able.get(name, ())) == {numbers})
+    fastest = next((least_loss(SCHEMES[name], calibrate) for name in own), None)
+    return fastest, closest
 
 
 def least_loss(scheme: Scheme, calibrate: bool = True) -> Measurement | None:
-    """Find how a scheme lost least; None if it was not measured.
-
-    Args:
-        scheme: the scheme.
-        calibrate: whether a calibration is possible.
-    """
+    """Find how a scheme lost least, with a calibration if one is possible; None if it was not measured."""
     rows = [row for row in MEASURED if row.scheme == scheme and (calibrate or not row.readings)]
     return min(rows, key=lambda row: row.kl, default=None)

@@ -185,8 +185,8 @@ class _Table:
                 table,
                 best=cast(SchemeName, closest.scheme.name),
                 command=self._command_of(closest),
-                fastest=cast(SchemeName, fastest.scheme.name) if fastest else None,
-                fastest_command=self._command_of(fastest) if fastest else None,
+                fastest=fastest and cast(SchemeName, fastest.scheme.name),
+                fastest_command=fastest and self._command_of(fastest),
                 mixture=self._mixture(fitting[closest.scheme.name], closest, rows, first),
             )
         if instead and not ready:

@@ -194,7 +194,7 @@ def serving_line(source: Serving, output: Serving, fp8: bool = False) -> str:
     else:
         context = min(FEWEST_TOKENS, output.cache.length or FEWEST_TOKENS)
         sequences = output.cache.at_once(tokens, context, fp8, fewest.gpus or 1)
-        line += f": {short(tokens)} tokens, {short(sequences)} sequences of {context:,} at once"
+        line += f": {short(tokens)} tokens, {_count(sequences, 'sequence')} of {context:,} at once"
 
     if source.fewest is not None and _gpus(source.fewest) != _gpus(fewest):
         line += f"; the source needs {_gpus(source.fewest)}"

@@ -18,11 +18,11 @@ def test_the_fewest_and_smallest_gpus_are_named() -> None:
     cache = SequenceMemory((CachedLayers(2048, 1024, None, 8), CachedLayers(2048, 1024, 512, 8)), 1000, None)
     two = Serving(10**9, cache, None, FITS)
     # 16,384 tokens in one sequence have one full window of 512, those of 8,192 have one each.
-    assert serving_line(two, two) == f"serving:  2 GPUs of 48 GB: 16k tokens, 1 sequences of 8,192 at once{MORE}"
+    assert serving_line(two, two) == f"serving:  2 GPUs of 48 GB: 16k tokens, 1 sequence of 8,192 at once{MORE}"
     assert serving_line(two, two, True).startswith("serving:  2 GPUs of 48 GB: 1.2M tokens, ")
     one = replace(two, fits=(Fit(24, 1, 9000, 18000), *FITS[1:]))
     source = "; the source needs 2 GPUs of 48 GB"
-    assert serving_line(two, one) == f"serving:  one 24 GB GPU: 9k tokens, 1 sequences of 8,192 at once{source}{MORE}"
+    assert serving_line(two, one) == f"serving:  one 24 GB GPU: 9k tokens, 1 sequence of 8,192 at once{source}{MORE}"
 
 
 def test_what_is_not_known_is_said() -> None:
