@@ -21,7 +21,7 @@ from conftest import ROOT, Run, tree
 from openquant import compress
 from openquant.distributed import Ranks, Rendezvous
 from openquant.errors import OpenQuantError, UsageError
-from openquant.plan.decisions import Shard
+from openquant.plan.layout import Shard
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import Job, Rank
 from support.loopback_hub import LoopbackHub

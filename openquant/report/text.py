@@ -14,7 +14,8 @@ from ..formats.schemes import SCHEMES
 from ..hub.source import Download
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.decisions import PlanLine, rounded_bytes
+from ..plan.decisions import rounded_bytes
+from ..plan.layout import PlanLine
 from ..plan.plan import Plan, has_fp8_cache, ignored_layers
 from ..plan.serving import CACHED, FEWEST_TOKENS, Fit, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
