@@ -33,6 +33,7 @@ from .formats.hardware import (
     FormatName,
     ScaleFormat,
     SchemeName,
+    meaning_of,
 )
 from .version import CITED
 
@@ -272,7 +273,8 @@ class OptionGroup:
             if option.choices and read is not None and read not in option.choices:
                 flag = flags_of(name, option)[-1]
                 raise UsageError(
-                    f"{flag}: {read} is none of {', '.join(option.choices)}", f"choose one, or leave {flag} out"
+                    f"{flag}: {read} is none of {', '.join(option.choices)}",
+                    meaning_of(str(read)) or f"choose one, or leave {flag} out",
                 )
             object.__setattr__(self, name, read)
 

@@ -253,6 +253,17 @@ def test_the_model_is_named_with_or_without_its_flag(tmp_path: Path, capsys: pyt
     assert "does not exist" in capsys.readouterr().out
 
 
+GGUF = "GGUF and its types are llama.cpp's, for Ollama and LM Studio too: convert with llama.cpp's own tools"
+
+
+def test_other_tools_words_are_answered_from_python_too() -> None:
+    given = [{"scheme": "q4_k_m"}, {"scheme": "channel", "scheme_for": {"**": "gguf"}}]
+    for options in given:
+        with pytest.raises(UsageError) as caught:
+            openquant.compress(EXAMPLE, dry_run=True, **options)
+        assert caught.value.hint == GGUF
+
+
 def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
     for words, hint in [
         (["compres", "x"], "did you mean compress? see openquant --help"),
@@ -260,6 +271,17 @@ def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest
         (["verify", "x", "--ful"], "did you mean --full? see openquant verify --help"),
         (["compress", "x", "--zzz"], "see openquant compress --help"),
         (["fit", "x", "--for", "vlm"], "did you mean vllm? see openquant fit --help"),
+        # Words of other tools.
+        (["quantize", "x"], "openquant compress MODEL does that"),
+        (["convert", "x"], "openquant compress MODEL does that"),
+        (["compress", "x", "--scheme", "FP8_dynamic"], "fp8_dynamic is --scheme channel"),
+        (["compress", "x", "--scheme", "w8a8"], "w8a8 is --scheme channel in FP8, or int8"),
+        (["compress", "x", "--scheme", "w4a16"], "w4a16 is --scheme int4, best with --gptq"),
+        (["compress", "x", "--scheme", "gptq"], "gptq is a method: --scheme int4 --gptq, or nvfp4 --gptq"),
+        (["compress", "x", "--scheme", "awq"], "awq is a method: --scheme int4 --awq"),
+        (["compress", "x", "--scheme", "Q4_K_M"], GGUF),
+        (["compress", "x", "--scheme", "gguf"], GGUF),
+        (["compress", "x", "--scheme", "mlx"], "MLX is Apple's: convert with mlx_lm.convert of mlx-lm"),
     ]:
         with subtests.test(words=words, hint=hint):
             assert main(words) == 2

@@ -1,8 +1,8 @@
-"""Print the tables of docs/engines.md that say on which GPUs engines compute each scheme, from openquant/formats.
+"""Print the tables of docs/engines.md, and that of README.md and docs/how-to/which-scheme.md: which scheme to take.
 
     python tools/hardware_tables.py
 
-tests/formats/test_hardware.py requires that the document has them as they are printed.
+tests/formats/test_hardware.py requires that the documents have them as they are printed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,56 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from openquant.diagnosis.result import Measurement
+from openquant.fit.advice import advise
 from openquant.formats.hardware import ENGINES, HARDWARE, MLX_LM, MLX_LM_VERSION, Kernel, find_kernel
 from openquant.formats.schemes import SCHEMES
 
+# Cards that people have, by hardware.
+CARDS = {
+    "Turing": "T4",
+    "Ampere": "RTX 30, A100",
+    "Ada": "RTX 40, L4, L40S",
+    "Hopper": "H100, H200",
+    "Blackwell": "RTX 50, B200",
+    "MI300": "MI300X",
+    "RDNA 4": "RX 9000, R9700",
+    "RDNA 3": "RX 7900",
+    "CPU": "CPU",
+}
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def main() -> None:
     """Print all tables."""
-    print("\n\n".join([*(engine_table(engine) for engine in ENGINES), library_table()]))
+    print("\n\n".join([*(engine_table(engine) for engine in ENGINES), library_table(), advice_table()]))
+
+
+def advice_table() -> str:
+    """Which scheme to take in vLLM, by card: a Markdown table with a row for all hardware that has the same advice."""
+
+    def cell(measured: Measurement | None, hardware: str) -> str:
+        if measured is None:
+            return "-"
+        kernel = find_kernel("vLLM", measured.scheme.name, hardware)
+        assert kernel is not None
+        needs = f", with {kernel.needs}" if kernel.needs else ""
+        return f"`{measured.options.removeprefix('--scheme ')}` ({kernel.arithmetic}, {measured.kl:.3f}{needs})"
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for hardware in HARDWARE:
+        kernels = {name: find_kernel("vLLM", name, hardware) for name in SCHEMES}
+        computed = {SCHEMES[name]: {kernel.arithmetic} for name, kernel in kernels.items() if kernel}
+        eight = advise({scheme.name: computed[scheme] for scheme in computed if scheme.format.number.bits == 8})
+        four = advise({scheme.name: computed[scheme] for scheme in computed if scheme.format.number.bits == 4})
+        cells = tuple(cell(one, hardware) for one in (*eight, four[1]))
+        rows.setdefault(cells, []).append(CARDS[hardware])
+
+    head = ("card", "8 bits, fastest", "8 bits, closest", "if 8 bits do not fit")
+    lines = [(", ".join(cards), *cells) for cells, cards in rows.items()]
+    return "\n".join(
+        [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(line)} |" for line in lines)]
+    )
 
 
 def engine_table(engine: str) -> str:

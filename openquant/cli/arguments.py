@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from .. import options
 from ..errors import UsageError
+from ..formats.hardware import meaning_of
 from ..version import __version__
 from .console import require_printed, say
 
@@ -139,7 +140,10 @@ class Parser(argparse.ArgumentParser):
             self._refuse(str(error), str(value), list(map(str, action.choices or ())))
 
     def _refuse(self, message: str, word: str, known: Collection[str]) -> NoReturn:
-        """Raise a UsageError whose hint names the known word that is nearest to a mistyped one."""
+        """Raise a UsageError whose hint says what a word of another tool is here, or names the word nearest to it."""
+        meaning = meaning_of(word)
+        if meaning is not None:
+            raise UsageError(message, meaning)
         near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
         raise UsageError(message, "".join([*(f"did you mean {name}? " for name in near), f"see {self.prog} --help"]))
 
@@ -430,7 +434,8 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "VERB [options]",
         ("compress Qwen/Qwen3-32B", "verify Qwen3-32B-FP8", "push Qwen3-32B-FP8 you/Qwen3-32B-FP8"),
         version=True,
-        description="FP8, INT8, INT4 and FP4 checkpoints for vLLM and SGLang.",
+        description="FP8, INT8, INT4 and FP4 checkpoints for vLLM and SGLang. Ollama, LM Studio and llama.cpp read "
+        "GGUF, and Macs MLX, which llama.cpp and mlx-lm make.",
     )
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", title="verbs", prog="openquant", parser_class=Parser

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
-from ..diagnosis.result import MEASURED, MODEL, activations, measured_kl
+from ..diagnosis.result import MODEL, Measurement, activations, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, SchemeName, find_kernel
@@ -40,6 +40,7 @@ from ..plan.serving import (
 )
 from ..registry.architecture import is_head
 from ..weights.find import with_tool_config
+from .advice import advise, least_loss
 from .budget import Budget, allowed_context, read_gpus
 
 # Memory of the GPUs in a table for no GPU.
@@ -157,8 +158,8 @@ class _Table:
 
         # What is quantized already and fits is served as it is.
         ready = stored and bool(source_fits)
-        fitting = [row for row in rows if row.scheme and row.kl is not None and self._fits(row)]
-        best = fitting[0] if fitting and not ready else None
+        fitting = {row.scheme: row for row in rows if row.scheme and self._fits(row)}
+        fastest, closest = advise({name: row.numbers for name, row in fitting.items()}, calibrate=not stored)
 
         table = FitTable(
             model=os.fspath(self.request.model),
@@ -180,13 +181,14 @@ class _Table:
             head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
         )
 
-        if best is not None:
+        if closest is not None and not ready:
             return replace(
                 table,
-                best=cast(SchemeName, best.scheme),
-                command=self._command(*self._words(str(best.scheme))),
-                calibrated=self._find_calibrated(best, rows, first),
-                mixture=self._mixture(best, rows, first),
+                best=cast(SchemeName, closest.scheme.name),
+                command=self._command_of(closest),
+                fastest=fastest and cast(SchemeName, fastest.scheme.name),
+                fastest_command=fastest and self._command_of(fastest),
+                mixture=self._mixture(fitting[closest.scheme.name], closest, rows, first),
             )
         if instead and not ready:
             return replace(table, instead=self._instead())
@@ -237,8 +239,8 @@ class _Table:
                 continue
 
             best = next((row for row in found.schemes if row.scheme == found.best), None)
-            if best is not None and best.kl is not None and found.command is not None:
-                commands.setdefault(best.kl, found.command)
+            if best is not None and best.least is not None and found.command is not None:
+                commands.setdefault(best.least, found.command)
 
         if not commands:
             return None
@@ -278,12 +280,12 @@ class _Table:
             if find_kernel(engine, scheme.name, hardware, False)
         )
 
-    def _words(self, scheme: str) -> list[str]:
-        """Options of compress that stand for a row."""
-        words = ["--scheme", scheme]
-        if scheme in self.head_schemes:
-            words += ["--scheme-for", self.head_schemes[scheme]]
-        return words
+    def _command_of(self, measured: Measurement) -> str:
+        """The command of compress for a row, with the calibration that it was measured with."""
+        words = measured.options.split()
+        if measured.scheme.name in self.head_schemes:
+            words += ["--scheme-for", self.head_schemes[measured.scheme.name]]
+        return self._command(*words)
 
     def _open(self, plan: Plan) -> None:
         """Compute what all plans share: the KV cache, and the length of a sequence."""
@@ -330,6 +332,8 @@ class _Table:
             return None
 
         first = kernels.get((*self.wanted, *engines)[0], {})
+        measured = least_loss(scheme, calibrate=not summary.has_quantized_source(plan))
+
         quantized = [line for line in plan.lines if line.quantized]
         elements = sum(len(line.names) * prod(line.shape) for line in quantized)
 
@@ -342,6 +346,8 @@ class _Table:
             expert_arithmetic=_arithmetic(first, experts=True),
             needs=tuple(dict.fromkeys(kernel.needs for kernel in first.values() if kernel and kernel.needs)),
             kl=measured_kl(scheme),
+            least=measured and measured.kl,
+            calibrated=measured.options if measured and measured.readings else None,
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
         )
 
@@ -357,6 +363,8 @@ class _Table:
             expert_arithmetic=None,
             needs=(),
             kl=0.0,
+            least=0.0,
+            calibrated=None,
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)),
         )
 
@@ -408,9 +416,9 @@ class _Table:
         if row.holds and not self._fits(row) and self.request.gpu is not None:
             gpus = row.holds[0].gpus
         by_gpus = (gpus is None, gpus or 0)
-        if row.kl is None:
+        if row.least is None:
             return (*by_gpus, 1, 0.0, -row.bytes)
-        return (*by_gpus, 0, row.kl, row.bytes)
+        return (*by_gpus, 0, row.least, row.bytes)
 
     def _wants_mixture(self, best: SchemeFit, rows: Sequence[SchemeFit], plan: Plan) -> bool:
         """Whether schemes of weights alone fit and do not fill the GPUs, and the largest of them does not fit."""
@@ -424,7 +432,7 @@ class _Table:
         weights = LoadedWeights(0, 0).room(memory, self.count) - cache.sequence(self.context, self.fp8, self.count)
         return best.bytes < (1 - UNUSED) * weights * self.count
 
-    def _mixture(self, best: SchemeFit, rows: Sequence[SchemeFit], plan: Plan) -> str | None:
+    def _mixture(self, best: SchemeFit, measured: Measurement, rows: Sequence[SchemeFit], plan: Plan) -> str | None:
         """The command of compress for a mixture, of the schemes of one engine if only that one loads the best."""
         if not self._wants_mixture(best, rows, plan):
             return None
@@ -440,15 +448,9 @@ class _Table:
             engines = best.engines[0].lower()
         if engines:
             words += ["--for", engines]
+        if "--gptq" in measured.options:
+            words.append("--gptq")
         return self._command(*words)
-
-    def _find_calibrated(self, best: SchemeFit, rows: Iterable[SchemeFit], plan: Plan) -> Calibrated | None:
-        """What fits and lost least with a calibration, if that is less than the best scheme."""
-        if summary.has_quantized_source(plan):
-            return None
-        fitting = [SCHEMES[row.scheme] for row in rows if row.scheme is not None and self._fits(row)]
-        measured = [row for row in MEASURED if row.readings and row.scheme in fitting and row.kl < (best.kl or 0)]
-        return min((Calibrated(row.options, row.kl) for row in measured), key=lambda one: one.kl, default=None)
 
     def _command(self, *words: str) -> str:
         """The command of compress with these options, and with those that were given here."""
@@ -547,6 +549,8 @@ class SchemeFit:
         expert_arithmetic: likewise in routed experts.
         needs: packages or CPU features that the engine needs for it.
         kl: KL divergence from the source that was measured on another model, in nats; None if it was not.
+        least: the least that was measured, with a calibration if there is one.
+        calibrated: the options with which that was: "--scheme nvfp4 --gptq"; None without a calibration.
         holds: what each target of the table holds.
     """
 
@@ -558,20 +562,14 @@ class SchemeFit:
     expert_arithmetic: str | None
     needs: tuple[str, ...]
     kl: float | None
+    least: float | None
+    calibrated: str | None
     holds: tuple[Held, ...]
 
-
-@dataclass(frozen=True)
-class Calibrated:
-    """A scheme with a calibration that lost less than the best scheme alone.
-
-    Attributes:
-        options: options of compress: "--scheme nvfp4 --gptq".
-        kl: KL divergence that was measured, in nats.
-    """
-
-    options: str
-    kl: float
+    @property
+    def numbers(self) -> set[str]:
+        """The numbers that are multiplied; none if they are not known."""
+        return {numbers for numbers in (self.arithmetic, self.expert_arithmetic) if numbers}
 
 
 @dataclass(frozen=True)
@@ -595,12 +593,13 @@ class FitTable:
         quantized_source: whether weights of the source are quantized already. KL divergences are then from that source.
         source_fits: whether the source fits the GPU as it is; None without the memory of a GPU.
         quantize_lm_head: whether the output head is quantized too. Its loss is in no `kl`.
-        best: the scheme to take on the named GPU: the first that fits, with a known KL; None if there is none, or if a
-            quantized source fits as it is.
-        command: the command that makes it.
+        best: the scheme that fits the named GPU and lost least; None if there is none, or if a quantized source fits as
+            it is.
+        command: the command that makes it, with its calibration.
+        fastest: the scheme that fits and that the GPU multiplies in eight bits (fit/advice.py); None if there is none.
+        fastest_command: the command that makes that.
         head_schemes: by scheme, the --scheme-for of its row: "lm_head=int8-weights". A quantized output head has eight
             bits in schemes of fewer, if engines have a kernel for that.
-        calibrated: what fits and lost least with a calibration; None if nothing lost less than the best scheme alone.
         mixture: the command for a mixture of schemes, if that fits and fills the GPU better than the best scheme.
         instead: if nothing fits, the command for the best scheme that does with an FP8 KV cache or a quantized output
             head too; None if there is none.
@@ -624,8 +623,9 @@ class FitTable:
     quantize_lm_head: bool
     best: SchemeName | None = None
     command: str | None = None
+    fastest: SchemeName | None = None
+    fastest_command: str | None = None
     head_schemes: Mapping[str, str] = field(default_factory=dict)
-    calibrated: Calibrated | None = None
     mixture: str | None = None
     instead: str | None = None
 

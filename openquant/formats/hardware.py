@@ -13,7 +13,7 @@ which is what engines take their share of. It is 0.5 to 4 % less than the driver
 measured; the others are what users report, rounded down, with ECC on where the card is sold with it.
 
     find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25233981440, "Ada")
-    nearest_gpus("4900")        # ("RTX 4090",)
+    nearest_gpus("4091")        # ("RTX 4090", ...)
 
 The names of schemes are here for the command line, which must not load numpy; the schemes themselves are in schemes.py.
 """
@@ -30,8 +30,10 @@ from typing import Literal, NamedTuple, TypeAlias
 # RTX PRO). The kernels of one are often not those of the other, but for each of KERNELS both have some: at 12.x vLLM
 # takes FlashInfer's CUTLASS for NVFP4 (kernels/linear/nvfp4/flashinfer.py:201-207), where 10.x can take CuTe DSL.
 GENERATIONS = {"Turing": 75, "Ampere": 80, "Ada": 89, "Hopper": 90, "Blackwell": 100}
-# MI300 stands for AMD's gfx942 and gfx950; CPU for x86 with AVX-512.
-HARDWARE = (*GENERATIONS, "MI300", "CPU")
+# AMD's. MI300 stands for gfx942 and gfx950, RDNA 3 for gfx110x and RDNA 4 for gfx120x, the Radeons that vLLM names.
+AMD = ("MI300", "RDNA 4", "RDNA 3")
+# CPU is x86 with AVX-512.
+HARDWARE = (*GENERATIONS, *AMD, "CPU")
 ENGINES = ("vLLM", "SGLang")
 # What --for names.
 ENGINES_FOR = {"vllm": ("vLLM",), "sglang": ("SGLang",), "both": ENGINES}
@@ -87,30 +89,30 @@ KERNELS = (
     Kernel("vLLM", ("block",), _SINCE["Hopper"], "FP8", f"{_LINEAR}/scaled_mm/deep_gemm.py:47-52"),
     Kernel("vLLM", ("block",), _SINCE["Ada"], "FP8", "platforms/cuda.py:585-586", layers="experts"),
     Kernel("vLLM", _FP8, _NVIDIA, "16 bits", f"{_LAYERS}/quantization/utils/marlin_utils_fp8.py:30-31"),
-    Kernel("vLLM", _FP8, ("MI300",), "FP8", "platforms/rocm.py:1184-1185"),
+    Kernel("vLLM", _FP8, ("MI300", "RDNA 4"), "FP8", "platforms/rocm.py:1184-1185"),
     Kernel("vLLM", ("channel",), ("CPU",), "emulated", f"{_LINEAR}/scaled_mm/pytorch.py:38-39", layers="dense"),
     Kernel("vLLM", ("tensor",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:353-361", "dense", "AMX"),
     Kernel("vLLM", ("block",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:236-244", needs="AMX"),
     Kernel("vLLM", ("mxfp8",), ("Blackwell",), "FP8", f"{_LINEAR}/mxfp8/flashinfer.py:50-53"),
     Kernel("vLLM", ("mxfp8",), _NVIDIA, "16 bits", f"{_CT}/schemes/compressed_tensors_w8a8_mxfp8.py:37-38"),
-    Kernel("vLLM", ("mxfp8",), ("MI300",), "emulated", f"{_LINEAR}/mxfp8/emulation.py:22-25"),
+    Kernel("vLLM", ("mxfp8",), AMD, "emulated", f"{_LINEAR}/mxfp8/emulation.py:22-25"),
     # CUTLASS claims Blackwell and fails there (kernels/linear/scaled_mm/cutlass.py:34-41); Triton's experts do not.
     Kernel(
         *("vLLM", ("int8",), _NVIDIA[:-1], "INT8", f"{_CT}/schemes/compressed_tensors_w8a8_int8.py:35-37"),
         layers="dense",
     ),
     Kernel("vLLM", ("int8",), _NVIDIA, "INT8", f"{_EXPERTS}/triton_moe.py:130-144", layers="experts"),
-    Kernel("vLLM", ("int8",), ("MI300",), "INT8", f"{_EXPERTS}/triton_moe.py:130-144"),
+    Kernel("vLLM", ("int8",), AMD, "INT8", f"{_EXPERTS}/triton_moe.py:130-144"),
     Kernel("vLLM", ("int8",), ("CPU",), "INT8", f"{_LINEAR}/scaled_mm/cpu.py:33-40", layers="dense"),
     Kernel("vLLM", ("int8",), ("CPU",), "INT8", f"{_EXPERTS}/cpu_moe.py:999-1004", "experts", "AMX"),
     # Marlin, and Machete on Hopper. On AMD experts must have groups (compressed_tensors_moe_wna16.py:125-127).
     Kernel("vLLM", ("int8-weights", "int4"), _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/marlin.py:32-33"),
     Kernel(
-        *("vLLM", ("int8-weights",), ("MI300",), "16 bits", f"{_LINEAR}/mixed_precision/conch.py:14-48"),
+        *("vLLM", ("int8-weights",), AMD, "16 bits", f"{_LINEAR}/mixed_precision/conch.py:14-48"),
         layers="dense",
         needs="conch-triton-kernels",
     ),
-    Kernel("vLLM", ("int4",), ("MI300",), "16 bits", f"{_LINEAR}/mixed_precision/triton_w4a16.py:302-321"),
+    Kernel("vLLM", ("int4",), AMD, "16 bits", f"{_LINEAR}/mixed_precision/triton_w4a16.py:302-321"),
     Kernel("vLLM", ("int4",), ("CPU",), "16 bits", f"{_LINEAR}/mixed_precision/cpu.py:22-60", layers="dense"),
     Kernel("vLLM", ("int4",), ("CPU",), "16 bits", f"{_EXPERTS}/cpu_moe.py:840-846", "experts", "AMX"),
     Kernel(
@@ -121,7 +123,7 @@ KERNELS = (
     Kernel(
         *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"), f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36"
     ),
-    Kernel("vLLM", ("nvfp4", "nvfp4-w4a4"), ("MI300",), "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
+    Kernel("vLLM", ("nvfp4", "nvfp4-w4a4"), AMD, "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
     # Dense layers get MXFP4 activations there whatever the config says (compressed_tensors.py:811); experts get Marlin.
     Kernel("vLLM", ("mxfp4",), ("Blackwell",), "FP4", f"{_LINEAR}/mxfp4/flashinfer.py:25-30", layers="dense"),
     Kernel(
@@ -130,7 +132,7 @@ KERNELS = (
         layers="dense",
     ),
     Kernel("vLLM", ("mxfp4",), _NVIDIA, "16 bits", f"{_EXPERTS}/marlin_moe.py:587-589", layers="experts"),
-    Kernel("vLLM", ("mxfp4",), ("MI300",), "emulated", f"{_LINEAR}/mxfp4/emulation.py:57-74", "dense", "amd-quark"),
+    Kernel("vLLM", ("mxfp4",), AMD, "emulated", f"{_LINEAR}/mxfp4/emulation.py:57-74", "dense", "amd-quark"),
     # SGLang. Its list of experts on Ampere was not read: FP8 experts count from Ada on.
     Kernel("SGLang", _FP8, _SINCE["Ada"], "FP8", f"{_SGLANG_CT}/compressed_tensors_w8a8_fp8.py:60-62"),
     Kernel("SGLang", _FP8, ("Ampere",), "16 bits", "layers/quantization/fp8_utils.py:2794-2798", layers="dense"),
@@ -317,13 +319,19 @@ GPUS = (
     _gpu("RTX PRO 6000", 96, 94.9, "Blackwell"),
     _gpu("B200", 192, 178.3, "Blackwell"),
     _gpu("MI300X", 192, 191.6, "MI300"),
+    _gpu("RX 7900 XT", 20, 19.9, "RDNA 3"),
+    _gpu("RX 7900 XTX", 24, 23.9, "RDNA 3"),
+    _gpu("RX 9060 XT 16GB", 16, 15.9, "RDNA 4"),
+    _gpu("RX 9070", 16, 15.9, "RDNA 4"),
+    _gpu("RX 9070 XT", 16, 15.9, "RDNA 4"),
+    _gpu("R9700", 32, 31.8, "RDNA 4"),
     GPU("CPU", None, None, "CPU"),
 )
 
 # What drivers, shops and clouds add to a name.
 _ADDED = re.compile(
-    r"nvidia|geforce|tesla|rtx|amd|instinct|generation|blackwell|workstation|server|edition|sxm\d?|pcie|hbm\d?e?"
-    r"|[^a-z0-9]"
+    r"nvidia|geforce|tesla|rtx|amd|instinct|radeon( ai pro)?|rx|generation|blackwell|workstation|server|edition"
+    r"|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]"
 )
 _APPLE = re.compile(r"(apple|mac|m[1-9]\d?(pro|max|ultra)?$)")
 
@@ -421,3 +429,27 @@ SCHEME_NAMES: dict[str, SchemeInfo] = {
     "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and a global scale", "-NVFP4"),
     "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
 }
+
+_GGUF = "GGUF and its types are llama.cpp's, for Ollama and LM Studio too: convert with llama.cpp's own tools"
+# Words that people bring from other tools, and what they are here.
+_MEANINGS = {
+    **dict.fromkeys(("quantize", "quantise", "convert"), "openquant compress MODEL does that"),
+    "fp8": "fp8 is --scheme tensor, the default, or channel",
+    "fp8_dynamic": "fp8_dynamic is --scheme channel",
+    "w8a8": "w8a8 is --scheme channel in FP8, or int8",
+    "w8a16": "w8a16 is --scheme int8-weights",
+    "w4a16": "w4a16 is --scheme int4, best with --gptq",
+    "fp4": "fp4 is --scheme nvfp4, best with --gptq",
+    "awq": "awq is a method: --scheme int4 --awq",
+    "gptq": "gptq is a method: --scheme int4 --gptq, or nvfp4 --gptq",
+    **dict.fromkeys(("gguf", "ollama", "llama.cpp"), _GGUF),
+    "mlx": "MLX is Apple's: convert with mlx_lm.convert of mlx-lm",
+}
+
+
+def meaning_of(word: str) -> str | None:
+    """Say what a word of another tool is here: "w4a16 is --scheme int4, best with --gptq"; None if it is none."""
+    name = word.lower().replace("-", "_")
+    if re.match(r"i?q\d_", name):
+        return _GGUF
+    return _MEANINGS.get(name)

@@ -12,6 +12,7 @@ from typing import Any, final
 from ..errors import UsageError
 from ..version import CITED, VLLM
 from .format import Format, GlobalScale, Scale
+from .hardware import meaning_of
 from .numbers import E2M1, E4M3, INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT8_WORDS, Number, without_fp8_cache
 
 # The format of a compressed-tensors config whose groups each name a format of their own.
@@ -686,7 +687,8 @@ def find_others(
 
         if match is None:
             known = ", ".join(dict.fromkeys(other.name for other in MIXED))
-            raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", f"choose one of {known}")
+            hint = meaning_of(name) or f"choose one of {known}"
+            raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", hint)
         others.append((pattern, match))
 
     return tuple(others)

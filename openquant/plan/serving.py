@@ -171,6 +171,12 @@ class SequenceMemory:
                 high = middle - 1
         return low
 
+    def at_once(self, tokens: int, context: int, fp8: bool, gpus: int) -> int:
+        """Return how many sequences of a length fit where so many `tokens` do."""
+        length = min(tokens, self.length or tokens)
+        room = self.sequence(length, fp8, gpus) * tokens // max(1, length)
+        return room // max(1, self.sequence(context, fp8, gpus))
+
 
 @dataclass(frozen=True)
 class LoadedWeights:
@@ -226,6 +232,12 @@ class Serving:
     cache: SequenceMemory | None
     unknown: str | None
     fits: tuple[Fit, ...]
+
+    @property
+    def fewest(self) -> Fit | None:
+        """The fewest and smallest GPUs that serve it; None if 8 are too few, or it does not divide."""
+        fits = [fit for fit in self.fits if fit.gpus is not None]
+        return min(fits, key=lambda fit: (fit.gpus, fit.gpu_gb), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as `--json` prints them; those of an unknown cache are None."""

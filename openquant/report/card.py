@@ -20,7 +20,7 @@ import yaml
 
 from ..evaluation import types
 from ..files import cards
-from ..formats.hardware import GENERATIONS, HARDWARE, arithmetic_on, find_kernel
+from ..formats.hardware import AMD, GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
 from ..patterns import collapse
 from ..plan import summary
@@ -419,9 +419,11 @@ def _range(names: Sequence[str]) -> str:
 def _devices(names: Sequence[str]) -> str:
     """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
-    shown = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
+    shown = [f"AMD {name}" for name in names if name in AMD]
     if nvidia:
         shown.insert(0, f"NVIDIA {_range(nvidia)}")
+    if "CPU" in names:
+        shown.append("CPUs")
     return _join_names(shown)
 
 

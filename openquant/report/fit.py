@@ -42,7 +42,8 @@ def fit_notes(found: FitTable) -> list[str]:
         found: the result of fit_table().
     """
     notes = [
-        f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
+        f"KL: what {found.measured_on} lost, in nats; other models lose more or less",
+        *_calibrated_lines(found),
         *_unmeasured_lines(found),
         *_rounded_less(found.schemes),
         *_heads(found),
@@ -54,6 +55,13 @@ def fit_notes(found: FitTable) -> list[str]:
     if found.unknown:
         notes.append(f"the KV cache is not counted: it is not known {terminal(found.unknown)}")
     return [*notes, *_needs(found.schemes), *_refused_lines(found)]
+
+
+def _calibrated_lines(found: FitTable) -> list[str]:
+    """Say with which calibrations, and what is lost without them."""
+    rows = [row for row in found.schemes if row.calibrated]
+    options = [f"{str(row.calibrated).removeprefix('--scheme ')} ({row.kl:.3f} without)" for row in rows]
+    return [f"KL *: with a calibration, {', '.join(options)}"] if rows else []
 
 
 def _unmeasured_lines(found: FitTable) -> list[str]:
@@ -143,7 +151,9 @@ def _kl(row: SchemeFit) -> str:
         return NOTHING
     if row.scheme is None:
         return "0"
-    return f"{row.kl:.4f}"
+    if row.calibrated:
+        return f"{row.least:.3f}*"
+    return f"{row.kl:.3f}"
 
 
 def _engines(engines: tuple[str, ...]) -> str:
@@ -198,26 +208,18 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
 
     [target] = found.targets
 
-    lines = []
-    if _fits_as_it_is(found, target) and not found.quantized_source:
-        lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
-
+    lines = paragraphs(gained_lines(found), width)
     if found.command is None:
-        lines.append(nothing_fits(found, target))
-    lines = paragraphs(lines, width)
-
-    if found.command is None:
+        lines += paragraphs([nothing_fits(found, target)], width)
         if found.instead is not None and not _left_as_it_is(found):
             lines += [f"this fits, for sequences of {found.context:,} tokens:", f"  {terminal(found.instead)}"]
             if found.longest_context is None or found.context < found.longest_context:
                 lines.append(_serve_with(found.context, _ENGINES))
-    else:
-        lines.append(f"  {terminal(found.command)}")
-        lines += _served_lines(found)
+        return lines
 
-    if found.calibrated is not None:
-        calibrated = f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}"
-        lines += paragraphs([calibrated], width)
+    for about, command in advised(found):
+        lines += [*paragraphs([f"{about}:"], width), f"  {terminal(command)}"]
+    lines += _served_lines(found)
 
     if found.mixture is not None:
         mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
@@ -226,6 +228,41 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
             lines.append(_serve_with(found.context, _best(found).engines))
 
     return lines
+
+
+def advised(found: FitTable) -> list[tuple[str, str]]:
+    """Say which commands to type, and why: ("fastest, 0.030 nats, computed in FP8", "openquant compress ..").
+
+    Args:
+        found: the result of fit_table().
+    """
+    rows = {row.scheme: row for row in found.schemes}
+    commands = {"closest": (found.best, found.command), "fastest": (found.fastest, found.fastest_command)}
+    if found.fastest == found.best:
+        commands = {"closest and fastest": (found.best, found.command)}
+    return [(f"{about}, {_why(rows[scheme])}", command) for about, (scheme, command) in commands.items() if command]
+
+
+def _why(row: SchemeFit) -> str:
+    """Say what a scheme loses, and in which numbers it is computed: "0.030 nats, computed in FP8"."""
+    return f"{row.least:.3f} nats{optional(', computed in {}', ' and '.join(sorted(row.numbers)))}"
+
+
+def gained_lines(found: FitTable) -> list[str]:
+    """Say that the model fits as it is, and what is gained all the same.
+
+    Args:
+        found: the result of fit_table(), for one target.
+    """
+    if found.command is None or found.quantized_source or not _fits_as_it_is(found, found.targets[0]):
+        return []
+    source, best = _source(found), _best(found)
+    gained = f"{gigabytes(best.bytes)} in place of {gigabytes(source.bytes)}"
+
+    sequences = [short(row.holds[0].sequences) for row in (best, source)]
+    if sequences[0] != sequences[1]:
+        gained += f", and {' sequences at once in place of '.join(sequences)}"
+    return [f"the model fits as it is: nothing need be compressed. Compressed it has {gained}."]
 
 
 def _left_as_it_is(found: FitTable) -> int | None:
@@ -246,11 +283,11 @@ def _fits_as_it_is(found: FitTable, target: Target) -> bool:
 
 def _served_lines(found: FitTable) -> list[str]:
     """Name the option of engines for the context, if the model allows a longer one than fits."""
-    best = _best(found)
-    longest = next((held.longest for held in best.holds), None)
+    rows = [row for row in found.schemes if row.scheme and row.scheme in (found.best, found.fastest)]
+    longest = min((held.longest for row in rows for held in row.holds if held.longest is not None), default=None)
     if longest is None or longest == found.longest_context:
         return []
-    return [f"{_serve_with(longest, best.engines)} or less"]
+    return [f"{_serve_with(longest, _best(found).engines)} or less"]
 
 
 def _best(found: FitTable) -> SchemeFit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import rounded_bytes
 from ..plan.layout import PlanLine
-from ..plan.plan import Plan, ignored_layers
-from ..plan.serving import CACHED, GPU_GB, Serving
+from ..plan.plan import Plan, has_fp8_cache, ignored_layers
+from ..plan.serving import CACHED, FEWEST_TOKENS, Fit, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
@@ -27,7 +28,6 @@ from .cells import (
     join_lines,
     list_first,
     optional,
-    or_dash,
     paragraphs,
     short,
     shorten,
@@ -50,7 +50,7 @@ def plan_text(
     space: DiskSpace | None = None,
     width: int | None = None,
 ) -> str:
-    """Format a plan for a terminal: a table with a line for each group of layers that are alike, then sizes and notes.
+    """Format a plan for a terminal: sizes and where it fits, a table of layers, and notes.
 
     Args:
         plan: the plan.
@@ -64,66 +64,92 @@ def plan_text(
     Returns:
         The text, lines separated by newlines.
     """
-    rows = [("", "layers", "shape", "before", "after", "")]
-    rows += [_row(line) for line in plan.lines if line.quantized]
-    rows += [_row(line) for line in plan.lines if line.decoded]
-
     copied = [line for line in plan.lines if not line.quantized and not line.decoded]
-    rows += [_row(line) for line in copied if len(line.shape) >= 2]
-    rows += [("scale", *_row(line)[1:]) for line in copied if line.why == CACHED]
+    shown = [line for line in plan.lines if line.quantized]
+    shown += [line for line in plan.lines if line.decoded]
+    shown += [line for line in copied if len(line.shape) >= 2]
+    shown += [line for line in copied if line.why == CACHED]
+    rows = [("", "before", "after", ""), *_layer_rows(shown)]
 
     small = [line for line in copied if len(line.shape) < 2 and line.why != CACHED]
     if small:
         count = sum(len(line.names) for line in small)
         size = gigabytes(sum(line.bytes_before for line in small))
-        rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
+        rows.append(("keep", size, size, f"{count} vectors and scalars: norm, bias or the like"))
 
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
-    lines = table(rows, left=(0, 1, 5), width=width, keys=2)
-    return join_lines([*paragraphs(heading, width), *lines, "", *_facts(plan, download, notes, space, width)])
-
-
-def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
-    becomes = "keep"
-    if line.decoded:
-        becomes = "BF16"
-    if line.scheme:
-        becomes = line.scheme.format.number.title
-    return (
-        becomes,
-        ", ".join(collapse(line.names)),
-        " x ".join(map(str, line.shape)),
-        gigabytes(line.bytes_before),
-        gigabytes(line.bytes_after),
-        shorten(line.why, _LONGEST_REASON),
+    last = [f"note: {note}" for note in (*plan.notes, *notes)]
+    if plan.decoded.left_out:
+        last.insert(0, f"left out: {', '.join(plan.decoded.left_out)}")
+    return join_lines(
+        [
+            *paragraphs([*heading, *_facts(plan, download, space), ""], width),
+            *table(rows, left=(0, 3), width=width),
+            *paragraphs(["", *last] if last else [], width),
+        ]
     )
 
 
-def _facts(
-    plan: Plan, download: Download, notes: Sequence[str], space: DiskSpace | None, width: int | None
-) -> list[str]:
+def _layer_rows(lines: Iterable[PlanLine]) -> list[tuple[str, str, str, str]]:
+    """Make a row for all layers of one module that become the same: "model.layers.{0..3}.mlp.{down,up}_proj"."""
+    groups: dict[tuple[str, str, str], list[tuple[str, PlanLine]]] = {}
+    for line in lines:
+        names = ", ".join(collapse(line.names))
+        parent, last = names, ""
+        if found := re.fullmatch(r"([^,]*\.)(\w+)", names):
+            parent, last = found[1], found[2]
+        groups.setdefault((_becomes(line), parent, line.why), []).append((last, line))
+
+    rows = []
+    for (becomes, parent, why), members in groups.items():
+        lasts = list(dict.fromkeys(last for last, _ in members))
+        names = f"{parent}{_braced(lasts)}{optional(': {}', shorten(why, _LONGEST_REASON))}"
+        before = sum(line.bytes_before for _, line in members)
+        after = sum(line.bytes_after for _, line in members)
+        rows.append((becomes, gigabytes(before), gigabytes(after), names))
+    return rows
+
+
+def _braced(names: Sequence[str]) -> str:
+    """Join names as a pattern does: "{down,up}_proj"."""
+    if len(names) == 1:
+        return names[0]
+    endings = {name[name.rfind("_") :] if "_" in name else "" for name in names}
+    ending = endings.pop() if len(endings) == 1 else ""
+    return f"{{{','.join(name.removesuffix(ending) for name in names)}}}{ending}"
+
+
+def _becomes(line: PlanLine) -> str:
+    if line.scheme:
+        return line.scheme.format.number.title
+    if line.decoded:
+        return "BF16"
+    if line.why == CACHED:
+        return "scale"
+    return "keep"
+
+
+def _facts(plan: Plan, download: Download, space: DiskSpace | None) -> list[str]:
     after = summary.output_bytes(plan)
     weights = f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}"
     if plan.scheme is not None or not plan.quantization_config:
         weights += f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
+
     lines = [weights, _disk_line(plan, after, space)]
     if download.nbytes:
         lines.append(_download_line(download, space))
 
-    if plan.quantization_config:
+    serving = summary.serving(plan)
+    fewest = serving and serving[1].fewest
+    if serving:
+        lines.append(serving_line(*serving, has_fp8_cache(plan)))
+    lines.append(f"engines:  {engines_that_read(plan)}")
+
+    if plan.quantization_config and (plan.options.tp or fewest is None or fewest.gpus != 1):
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
-    lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
-    lines = paragraphs(lines, width)
-
-    serving = summary.serving(plan)
-    if serving:
-        lines += serving_lines(*serving, width)
-
-    last = [f"note: {note}" for note in (*plan.notes, *notes)]
-    if plan.decoded.left_out:
-        last.insert(0, f"left out: {', '.join(plan.decoded.left_out)}")
-    return [*lines, *paragraphs(last, width)]
+        lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
+    return lines
 
 
 def _disk_line(plan: Plan, weights: int, space: DiskSpace | None) -> str:
@@ -150,37 +176,36 @@ def _download_line(download: Download, space: DiskSpace | None) -> str:
     return f"{line} to the Hub's cache{optional(', or with --stream {}', streamed)}"
 
 
-def serving_lines(source: Serving, output: Serving, width: int | None = None) -> list[str]:
-    """Make a table of the fewest GPUs that serve source and output, and of the tokens that they then hold.
+def serving_line(source: Serving, output: Serving, fp8: bool = False) -> str:
+    """Say which GPUs serve an output: "serving:  one 24 GB GPU: 105k tokens, 12 sequences of 8,192 at once".
 
     Args:
         source: the source's size and the GPUs that serve it, for each GPU size.
         output: the output's size and the GPUs that serve it, for each GPU size.
-        width: the most characters of a line; None for any number.
-
-    Returns:
-        The lines of the table, for a terminal.
+        fp8: whether the output's KV cache is FP8 rather than bfloat16.
     """
-    cache = output.cache
-    legend = f"the fewest GPUs; how many tokens they hold is not known: {output.unknown}"
+    fewest = output.fewest
+    if fewest is None:
+        return "serving:  8 GPUs of 192 GB are too few, or do not divide it"
 
-    if cache is not None:
-        sequence = ""
-        if cache.per_sequence(False):
-            sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence"
-        gpus = "GPUs that are needed: tokens of all sequences together, cached in bfloat16, in FP8"
-        legend = f"KV cache {gigabytes(cache.per_token(False))} a token{sequence}; {gpus}"
+    line = f"serving:  {_gpus(fewest)}"
+    tokens = fewest.tokens_fp8 if fp8 else fewest.tokens_bf16
+    if output.cache is None or tokens is None:
+        line += optional("; how many tokens they hold is not known: {}", output.unknown)
+    else:
+        context = min(FEWEST_TOKENS, output.cache.length or FEWEST_TOKENS)
+        sequences = output.cache.at_once(tokens, context, fp8, fewest.gpus or 1)
+        line += f": {short(tokens)} tokens, {_count(sequences, 'sequence')} of {context:,} at once"
 
-    rows = [["", *(f"{size} GB" for size in GPU_GB)]]
-    for name, serving in (("source", source), ("output", output)):
-        rows.append([name])
-        for fit in serving.fits:
-            tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
-            rows[-1].append(or_dash("{}", fit.gpus) + optional(": {}", ", ".join(tokens)))
+    if source.fewest is not None and _gpus(source.fewest) != _gpus(fewest):
+        line += f"; the source needs {_gpus(source.fewest)}"
+    return f"{line}. By card: openquant fit MODEL --gpu 4090"
 
-    lines = _indented_table(rows, width)
-    more = "  by a card's exact memory: openquant fit MODEL --gpu 4090"
-    return [*paragraphs([f"serving:  {legend}"], width), *lines, more]
+
+def _gpus(fit: Fit) -> str:
+    if fit.gpus == 1:
+        return f"one {fit.gpu_gb} GB GPU"
+    return f"{fit.gpus} GPUs of {fit.gpu_gb} GB"
 
 
 def _indented_table(rows: Sequence[Sequence[str]], width: int | None, left: Sequence[int] = (0,)) -> list[str]:
@@ -236,7 +261,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
         ]
     if result.pushed_to is not None:
         said.append(f"pushed to {result.pushed_to}")
-    said += [*not_finite_notes(result.not_finite, result.unread_shards), engines_that_read(plan)]
+    said += not_finite_notes(result.not_finite, result.unread_shards)
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
@@ -304,8 +329,13 @@ def verification_text(report: Report, width: int | None = None) -> str:
     Returns:
         The text, lines separated by newlines.
     """
-    lines = [f"{report.directory}: {', '.join(filter(None, [report.architecture, report.format]))}"]
+    count = _count(len(report.problems) or "no", "problem")
+    lines = [f"{report.directory}: {count}, {report.seconds:.1f} s"]
+    lines += [f"problem: {problem}" for problem in report.problems]
+    if report.problems:
+        lines += [f"hint: {hint}" for hint in report.hints]
 
+    lines += filter(None, [", ".join(filter(None, [report.architecture, report.format]))])
     if report.architecture is not None:
         lines.append(
             f"{gigabytes(report.nbytes)} in {_count(report.shards, 'shard')}: {_count(report.tensors, 'tensor')}, "
@@ -317,17 +347,11 @@ def verification_text(report: Report, width: int | None = None) -> str:
                 f"{_count(report.equal_files, 'other file')}"
             )
 
+    lines += [f"note: {note}" for note in report.notes]
     lines = paragraphs(lines, width)
     if report.errors:
-        lines += ["", *_errors_table(report, width), ""]
-
-    last = [f"note: {note}" for note in report.notes]
-    last += [f"problem: {problem}" for problem in report.problems]
-    last.append(f"{_count(len(report.problems) or 'no', 'problem')}, {report.seconds:.1f} s")
-    if report.problems:
-        last += [f"hint: {hint}" for hint in report.hints]
-
-    return join_lines([*lines, *paragraphs(last, width)])
+        lines += ["", *_errors_table(report, width)]
+    return join_lines(lines)
 
 
 def _errors_table(report: Report, width: int | None) -> list[str]:
@@ -378,7 +402,7 @@ SHOWN_CHARACTERS = 300
 
 
 def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: int | None = None) -> str:
-    """Format an evaluation for a terminal: a table of all outputs, then the verdict on each with reasons and answers.
+    """Format an evaluation for a terminal: the verdicts, a table of all outputs, then reasons and answers of each.
 
     Args:
         evaluation: what `eval --json` prints: `source`, `floor`, and `outputs`, the eval.json of one output or
@@ -392,32 +416,30 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     floor = evaluation["floor"]
     outputs = evaluation["outputs"]
 
-    rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
+    verdicts = [f"{output['output']['name']}: {output['verdict']}: {verdict_meaning(output)}" for output in outputs]
+    lines = paragraphs([*verdicts, ""], width)
 
+    rows = [("", "size", "KL, nats", "95 %", "same token", "perplexity")]
     size = gigabytes(outputs[0]["sizes"]["source"])
     perplexity = _number(outputs[0]["perplexity"]["source"])
-    rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", "", perplexity, ""))
-    rows.append(
-        ("  with noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"]), "")
-    )
+    rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", perplexity))
+    rows.append(("  noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"])))
 
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
-        perplexity = _number(output["perplexity"]["output"])
         name = terminal(output["output"]["name"])
         size = gigabytes(output["sizes"]["output"])
-        rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), perplexity, output["verdict"]))
+        rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), _number(output["perplexity"]["output"])))
 
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
-            rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells, ""))
+            rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells))
 
-    lines = table(rows, width=width)
+    lines += table(rows, width=width)
 
     for output in outputs:
-        said = ["", f"{output['output']['name']}: {output['verdict']}: {verdict_meaning(output)}"]
-        said += [f"  {reason}" for reason in output["reasons"]]
+        said = ["", f"{output['output']['name']}:", *(f"  {reason}" for reason in output["reasons"])]
         if output["verdict"] == "same":
             said.append("  so near the floor, KL does not predict which output does better in benchmarks")
         lines += paragraphs([*said, *(f"  {line}" for line in _layer_lines(output))], width)
@@ -461,9 +483,9 @@ def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
     return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
 
 
-def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str, str]:
-    interval = ", ".join(f"{edge:.3g}" for edge in figures["interval"] or ())
-    return kl_text(figures["kl"], floor["kl"]), optional("[{}]", interval), f"{figures['p99']:.3g}"
+def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str]:
+    interval = "..".join(f"{edge:.2g}" for edge in figures["interval"] or ())
+    return kl_text(figures["kl"], floor["kl"]), interval
 
 
 def _number(value: float) -> str:

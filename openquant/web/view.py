@@ -21,7 +21,7 @@ from ..plan.layout import PlanLine
 from ..plan.plan import Plan
 from ..plan.serving import CACHED, Fit, Serving
 from ..report.cells import gigabytes, optional, or_dash, per_cent, short, shorten, terminal
-from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
+from ..report.fit import advised, fit_caption, fit_notes, fit_rows, gained_lines, nothing_fits
 
 # Most norms and biases that have lines of their own in a page's table of weights.
 MOST_NORMS = 20
@@ -129,15 +129,9 @@ def _advice(found: FitTable) -> str:
             return reason
         return f"{reason}<p>This fits:</p>{command_html(found.instead)}"
 
-    parts = [f"<p>The best scheme that fits is <strong>{text_html(str(found.best))}</strong>:</p>"]
-    parts.append(command_html(found.command))
-
-    if found.calibrated is not None:
-        calibrated = text_html(found.calibrated.options)
-        parts.append(
-            f"<p>With a calibration, <code>{calibrated}</code>, {text_html(found.measured_on)} lost "
-            f"{found.calibrated.kl:.4f} nats.</p>"
-        )
+    parts = [f"<p>{text_html(line)}</p>" for line in gained_lines(found)]
+    for about, command in advised(found):
+        parts.append(f"<p>{text_html(about.capitalize())}:</p>{command_html(command)}")
 
     if found.mixture is not None:
         parts.append("<p>A mixture of schemes fills the memory, and may lose less:</p>")

@@ -23,6 +23,9 @@ def test_a_name_is_found_however_it_is_written() -> None:
         "NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX PRO 6000",
         "RTX A6000": "A6000",
         "AMD Instinct MI300X": "MI300X",
+        "7900xtx": "RX 7900 XTX",
+        "AMD Radeon RX 9070 XT": "RX 9070 XT",
+        "AMD Radeon AI PRO R9700": "R9700",
         "cpu": "CPU",
         **dict.fromkeys(["", "409", "a100", "RTX 6000", "24GB", "m3-max", "4090" + " " * LONGEST]),
     }
@@ -40,10 +43,11 @@ def test_no_two_gpus_have_one_name_and_each_has_what_engines_can_use() -> None:
 
 
 def test_near_names_are_offered() -> None:
-    assert nearest_gpus("4900")[0] == "RTX 4090"
+    assert nearest_gpus("4091")[0] == "RTX 4090"
     assert set(nearest_gpus("a100")) >= {"A100-40", "A100-80"}
     assert set(nearest_gpus("RTX 6000")) == {"RTX 6000 Ada", "RTX PRO 6000", "A6000"}
     assert nearest_gpus("radeon-vii-x") == ()
+    assert set(nearest_gpus("Radeon RX 7900")) == {"RX 7900 XT", "RX 7900 XTX"}
     assert nearest_gpus("4090" + " " * LONGEST) == ()
 
 

@@ -81,6 +81,8 @@ def test_schemes_that_engines_compute_on_a_gpu():
     assert schemes_on(["vLLM"], "CPU") == ("tensor", "channel", "block", "int8", "int4")
     # No kernel of the CPU is for experts with a scale for each tensor or row in FP8.
     assert schemes_on(["vLLM"], "CPU", experts=True) == ("block", "int8", "int4")
+    # Nothing that only NVIDIA's GPUs have, and no FP8 before RDNA 4.
+    assert {"tensor", "channel", "block", "int6", "int5"}.isdisjoint(schemes_on(["vLLM"], "RDNA 3"))
     assert "int8" not in schemes_on(["vLLM"], "Blackwell") and "mxfp8" in schemes_on(["vLLM"], "Blackwell")
 
 
@@ -88,23 +90,24 @@ def test_the_document_has_the_tables():
     printed = subprocess.run(
         [sys.executable, ROOT / "tools" / "hardware_tables.py"], capture_output=True, text=True, check=True
     ).stdout
-    missing = [
-        table for table in printed.strip().split("\n\n") if table not in (ROOT / "docs" / "engines.md").read_text()
-    ]
+    *tables, advice = printed.strip().split("\n\n")
+    missing = [table for table in tables if table not in (ROOT / "docs" / "engines.md").read_text()]
     assert missing == []
     assert all(generation in printed for generation in GENERATIONS)
+    for name in ("README.md", "docs/how-to/which-scheme.md"):
+        assert advice in (ROOT / name).read_text(), name
 
 
 def test_in_which_numbers_layers_are_multiplied_and_where():
     assert arithmetic_on("vLLM", [("channel", False)]) == {
-        "FP8": ["Ada", "Hopper", "Blackwell", "MI300"],
+        "FP8": ["Ada", "Hopper", "Blackwell", "MI300", "RDNA 4"],
         "16 bits": ["Turing", "Ampere"],
         "emulated": ["CPU"],
     }
     # Every layer must have a kernel, and the experts of FP8 have none on CPUs.
     mixed = [("channel", True), ("int4", False)]
     assert arithmetic_on("vLLM", mixed) == {
-        "FP8 and 16 bits": ["Ada", "Hopper", "Blackwell", "MI300"],
+        "FP8 and 16 bits": ["Ada", "Hopper", "Blackwell", "MI300", "RDNA 4"],
         "16 bits": ["Turing", "Ampere"],
     }
     assert list(arithmetic_on("vLLM", [("int6", False)])) == ["16 bits with humming-kernels"]

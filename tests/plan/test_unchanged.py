@@ -54,7 +54,7 @@ def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
     assert summary.suffix(plan) == "-KV8" and summary.scheme_name(plan) == "none"
     text = plan_text(plan, "source", tmp_path / "out", Download(0, 0, 0, 0), ())
     assert "Qwen3ForCausalLM, weights as they are\n" in text and "all weights as they are\n" in text
-    assert "model.layers.{0..1}.mlp.up_proj" in text and "--scheme none" in text
+    assert "model.layers.{0..1}.mlp.{down,gate,up}_proj" in text and "--scheme none" in text
     compress(source, tmp_path / "out", "none", kv_cache="fp8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}

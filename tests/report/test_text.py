@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from openquant.plan.serving import CachedLayers, Fit, SequenceMemory, Serving
 from openquant.report.cells import short
-from openquant.report.text import serving_lines
+from openquant.report.text import serving_line
 
-MORE = "  by a card's exact memory: openquant fit MODEL --gpu 4090"
 FITS = (Fit(24, None, None, None), *(Fit(size, 2, 16384, 1_250_000) for size in (48, 80, 96, 141, 192)))
+MORE = ". By card: openquant fit MODEL --gpu 4090"
 
 
-def test_gpus_and_tokens_as_a_table() -> None:
+def test_the_fewest_and_smallest_gpus_are_named() -> None:
     cache = SequenceMemory((CachedLayers(2048, 1024, None, 8), CachedLayers(2048, 1024, 512, 8)), 1000, None)
-    known = Serving(10**9, cache, None, FITS)
-    assert serving_lines(known, known) == [
-        "serving:  KV cache 2.05 kB a token and 1.05 MB a sequence; GPUs that are needed: tokens of all sequences together, cached in bfloat16, in FP8",
-        "          24 GB         48 GB         80 GB         96 GB        141 GB        192 GB",
-        "  source      -  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M",
-        "  output      -  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M",
-        MORE,
-    ]
+    two = Serving(10**9, cache, None, FITS)
+    # 16,384 tokens in one sequence have one full window of 512, those of 8,192 have one each.
+    assert serving_line(two, two) == f"serving:  2 GPUs of 48 GB: 16k tokens, 1 sequence of 8,192 at once{MORE}"
+    assert serving_line(two, two, True).startswith("serving:  2 GPUs of 48 GB: 1.2M tokens, ")
+    one = replace(two, fits=(Fit(24, 1, 9000, 18000), *FITS[1:]))
+    source = "; the source needs 2 GPUs of 48 GB"
+    assert serving_line(two, one) == f"serving:  one 24 GB GPU: 9k tokens, 1 sequence of 8,192 at once{source}{MORE}"
 
 
 def test_what_is_not_known_is_said() -> None:
     unknown = Serving(10**9, None, "the size of a state", tuple(Fit(fit.gpu_gb, fit.gpus, None, None) for fit in FITS))
-    assert serving_lines(unknown, unknown) == [
-        "serving:  the fewest GPUs; how many tokens they hold is not known: the size of a state",
-        "          24 GB  48 GB  80 GB  96 GB  141 GB  192 GB",
-        "  source      -      2      2      2       2       2",
-        "  output      -      2      2      2       2       2",
-        MORE,
-    ]
+    told = "how many tokens they hold is not known: the size of a state"
+    assert serving_line(unknown, unknown) == f"serving:  2 GPUs of 48 GB; {told}{MORE}"
+    none = replace(unknown, fits=FITS[:1])
+    assert serving_line(unknown, none) == "serving:  8 GPUs of 192 GB are too few, or do not divide it"
 
 
 def test_counts_are_never_said_to_be_more(subtests: pytest.Subtests) -> None:

@@ -244,7 +244,7 @@ def test_an_output_that_is_kept_is_measured_and_published(
 ) -> None:
     visitor.write("gpu", "4090")
     text = visitor.plan(str(EXAMPLE))
-    assert "The best scheme that fits is int8-weights" in text
+    assert "Closest, 0.005 nats, computed in 16 bits:" in text
     visitor.tick("Measure what is lost")
     visitor.convert("The run is done.")
     output = server.root / "tiny-qwen3-INT8-W8A16"
