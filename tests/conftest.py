@@ -121,7 +121,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def processor_seconds() -> float:
-    total = sum(os.times()[:4])
+    total = sum(os.times()[:4]) + starting.seconds
     for process in starting.others:
         # Those that have ended are among its children's.
         with suppress(OSError):

@@ -21,6 +21,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ IMPORTED = (
 OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands")
 # Processes that outlive the tests they work for, which count with all that they have started.
 others: set[int] = set()
+# Processor seconds of the commands that were run to their end, which are nobody's children here.
+seconds = 0.0
 _processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends with its stdin.
 # What Python and these modules read as they start: another value needs a start of its own.
 READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
@@ -79,11 +82,13 @@ def run(
 
         server.settimeout(timeout)
         try:
-            code = int.from_bytes(server.recv(8), "little", signed=True)
+            code, microseconds = struct.unpack("<qq", server.recv(16))
         except TimeoutError:
             os.killpg(child, signal.SIGKILL)
             raise subprocess.TimeoutExpired(words, timeout) from None
 
+        global seconds
+        seconds += microseconds / 1e6
         out.seek(0), err.seek(0)
         texts = [file.read().decode().replace("\r\n", "\n").replace("\r", "\n") for file in (out, err)]
         return subprocess.CompletedProcess([sys.executable, *words], code, *texts)
@@ -149,9 +154,10 @@ def _attend(client: socket.socket) -> NoReturn:
         _become(request, array.array("i", descriptors))
 
     client.sendall(child.to_bytes(8, "little"))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, usage = os.wait4(child, 0)
+    microseconds = int(1e6 * (usage.ru_utime + usage.ru_stime))
     with suppress(BrokenPipeError):
-        client.sendall(code.to_bytes(8, "little", signed=True))
+        client.sendall(struct.pack("<qq", os.waitstatus_to_exitcode(status), microseconds))
     os._exit(0)
 
 
