@@ -165,6 +165,21 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
+def shorten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers take most of an evaluation's time: have one, of eight tokens."""
+    # Not above: most tests load neither.
+    from openquant.evaluation import as_served, compare
+
+    monkeypatch.setattr(as_served, "BUILT_IN", 1)
+    for module in (as_served, compare):
+        monkeypatch.setattr(module, "TOKENS", 8)
+
+
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_answers(monkeypatch)
+
+
 @pytest.fixture
 def example() -> Path:
     """The trained model that ships with the repository."""

@@ -15,7 +15,6 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress, evaluate
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
-from openquant.evaluation import as_served
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
@@ -30,7 +29,7 @@ import sys
 from openquant.cli.commands import main
 """
 RUN = "sys.exit(main())\n"
-ONE_PROMPT = "from openquant.evaluation import as_served\nas_served.BUILT_IN = 1\n"
+SHORT = "import pytest\nfrom conftest import shorten_answers\nshorten_answers(pytest.MonkeyPatch())\n"
 
 
 @pytest.fixture
@@ -65,24 +64,23 @@ os.replace = replaced
 """
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None:
     given = words(output, "--scratch", tmp_path, "--out", tmp_path / "many.json")
     kept = {"out.many.json.part-0", "out.many.json.part-1"}
     with forked_ranks.job() as job:
-        first, second = (job.start(rank, *given, first=ONE_PROMPT + KILLED + OPENQUANT + RUN) for rank in range(2))
+        first, second = (job.start(rank, *given, first=SHORT + KILLED + OPENQUANT + RUN) for rank in range(2))
         assert second.wait(120) == -signal.SIGKILL
         # As a launcher does.
         first.send_signal(signal.SIGTERM)
         assert first.wait(120) == 130
     assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
     with forked_ranks.job() as job:
-        done = job.finish(2, *given, first=ONE_PROMPT + OPENQUANT + RUN)
+        done = job.finish(2, *given, first=SHORT + OPENQUANT + RUN)
     assert done.returncode == 0, done.stderr
     assert "; an earlier run is continued\n" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"many.json"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(as_served, "BUILT_IN", 1)
-        evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
+    evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
 

@@ -52,11 +52,14 @@ _processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends w
 # What Python and these modules read as they start: another value needs a start of its own.
 READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
 
+# What commands set as they start: one that ran in this process leaves it here.
+SET_BY_COMMANDS = {("HF_HUB_DISABLE_XET", "1"), ("HF_HUB_VERBOSITY", "error"), ("TORCH_CPP_LOG_LEVEL", "FATAL")}
+
 
 def run(
     arguments: Sequence[object], *, cwd: Path, env: Mapping[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS...` to its end, with nothing on stdin; its first argument is a script, or `-m` and a module."""
+    """Run `python ARGUMENTS...` to its end, with nothing on stdin; its first argument is a script, `-m` and a module, or `-c` and code."""
     words = [str(argument) for argument in arguments]
     server_address = address()
     path = env.get("PYTHONPATH", "").split(os.pathsep)
@@ -95,7 +98,8 @@ def run(
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if READ_AT_IMPORT.fullmatch(name)}
+    found = {name: value for name, value in environment.items() if READ_AT_IMPORT.fullmatch(name)}
+    return dict(found.items() - SET_BY_COMMANDS)
 
 
 def address(imported: Sequence[str] = (*IMPORTED, *OURS)) -> str:
@@ -194,7 +198,11 @@ def _run(words: list[str]) -> int:
     if {"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"} & {*os.environ}:
         importlib.import_module("coverage").process_startup()
     try:
-        if words[0] == "-m":
+        if words[0] == "-c":
+            sys.path[:1] = ["", *path]
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
             sys.path[:1] = [str(Path.cwd()), *path]
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
