@@ -14,6 +14,7 @@ from openquant.cli.commands import main
 from openquant.errors import UsageError
 
 SMALL = ("--samples", "2", "--length", "16")
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 @pytest.fixture(scope="module")
