@@ -32,7 +32,7 @@ from openquant.report.card import evaluated_card
 from openquant.report.text import evaluation_text
 from openquant.streaming.interleaved import run_interleaved
 from openquant.streaming.model import StreamedModel
-from support import forked_ranks, small_checkpoints
+from support import small_checkpoints, starting
 from support.reporters import Told
 from support.task_files import questions, write_big_bench, write_lines, write_lm_eval
 
@@ -364,7 +364,7 @@ def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, t
     one = evaluate(output, EXAMPLE, **SMALL, tasks=tasks, no_prompts=True, out=tmp_path / "one.json")
     given = ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "48", "--no-prompts"]
     given += [word for task in tasks for word in ("--tasks", task)]
-    with forked_ranks.job() as job:
+    with starting.job() as job:
         done = job.finish(2, *given, "--json", "--out", tmp_path / "many.json", first=f"{OPENQUANT}sys.exit(main())\n")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == one.to_json()

@@ -11,7 +11,6 @@ from openquant import calibrate, compress
 from openquant.weights.statistics import read_calibration
 from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.forked_ranks import MODELS
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
 from support.outlier_channels import twin
@@ -24,7 +23,6 @@ def at(root: Path) -> Site:
     """A Hub whose commands run in the directory of the site."""
     site = Site(root, token=None)
     site.cwd = root
-    site.imported = MODELS
     return site
 
 
@@ -83,7 +81,6 @@ def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path):
     here.mkdir()
     with Site(tmp_path / "site") as site:
         site.cwd = here
-        site.imported = MODELS
         site.hub.repositories["org/name"] = EXAMPLE
         fit = ("--fit", "6bits", "--candidates", "nvfp4,int8-weights")
         words = ("compress", "-m", "org/name", *fit, "--stream", "--push-to-hub", "user/mixed", "--push-only")
