@@ -48,7 +48,6 @@ OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands", "openq
 others: set[int] = set()
 # Processor seconds of the commands that have ended, which are nobody's children here.
 seconds = 0.0
-_processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends with its stdin.
 # What Python and these modules read as they start: another value needs a start of its own. The Hub's client reads its
 # settings again in each fork.
 READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|TRANSFORMERS|TORCH(?!_CPP)|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
@@ -237,13 +236,20 @@ def address(imported: Sequence[str] = (*IMPORTED, *OURS)) -> str:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        _processes.append(process)
+        atexit.register(_end, process)
         others.add(process.pid)
         while not Path(socket_path).exists():
             assert process.poll() is None, "the process that starts commands has ended"
             time.sleep(0.02)
         os.environ[ADDRESS] = socket_path
     return os.environ[ADDRESS]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process ends with its stdin."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
 
 
 # The process.
