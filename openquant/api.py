@@ -14,15 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import job
-from .calibration.prepare import run_texts, texts_needs, texts_steps
-from .calibration.run import read_texts
+from .calibration.run import read_texts, run_texts, texts_needs, texts_steps
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
-from .files.checkpoint import Fingerprint, readable
+from .files.checkpoint import readable
 from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
 from .fit.budget import refuse_options
@@ -30,6 +28,17 @@ from .formats.hardware import KEPT
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher
 from .hub.source import silent, supply_shards
+from .job import (
+    MOST_WORKERS,
+    Job,
+    Opened,
+    claim_of,
+    connect_ranks,
+    make_job,
+    open_model,
+    prepare,
+    without_collector,
+)
 from .machine import available_cpus, peak_rss
 from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, push_target, verb
 from .plan import summary
@@ -88,23 +97,23 @@ def compress(
     reporter = reporter or Reporter()
     start = time.monotonic()
 
-    with job.connect_ranks(ranks) as ranks:
+    with connect_ranks(ranks) as ranks:
         if run.dry_run or request.fit.fit is not None:
             _require_writable(run, ranks)
         request = complete_options(request, ranks, reporter)
-        prepared = plan_of(request, ranks)
-        space = _report_plan(prepared, request.texts, ranks, reporter)
+        job = plan_of(request, ranks, reporter)
+        space = _report_plan(job, request.texts)
 
         if run.dry_run:
-            if request.texts.text and prepared.plan.lacks:
-                read_texts(prepared.source, prepared.checkpoint, request.texts, ranks)
-            return _result(prepared, space, start, Outcome())
+            if request.texts.text and job.plan.lacks:
+                read_texts(job.source, job.checkpoint, request.texts, ranks)
+            return _result(job, space, start, Outcome())
 
         corpus = None
-        if prepared.plan.lacks:
-            _require_writable(run, ranks, prepared.plan)
-            prepared, corpus = _calibrate(request, prepared, ranks, reporter)
-        return _write(prepared, corpus, space, ranks, reporter, start)
+        if job.plan.lacks:
+            _require_writable(run, ranks, job.plan)
+            job, corpus = _calibrate(request, job)
+        return _write(job, space, start, corpus)
 
 
 def check_request(
@@ -162,12 +171,13 @@ def _choose_schemes(request: Request, ranks: Ranks, reporter: Reporter) -> Reque
     return replace(request, recipe=recipe, texts=texts, scheme=scheme, options=options, frontier=found.to_json())
 
 
-def plan_of(request: Request, ranks: Ranks, again: bool = False) -> job.Prepared:
+def plan_of(request: Request, ranks: Ranks, reporter: Reporter, again: bool = False) -> Job:
     """Open the source and make the plan of compress(), the same in all ranks.
 
     Args:
         request: the complete options.
         ranks: the processes of this run.
+        reporter: receives notes and progress.
         again: whether this is the second plan, after a calibration.
 
     Returns:
@@ -178,59 +188,52 @@ def plan_of(request: Request, ranks: Ranks, again: bool = False) -> job.Prepared
     """
     # A calibration and --fit have required the memory already. Too little of it is then no error any more.
     required = again or request.frontier is not None
-    return job.prepare_alike(ranks, lambda: _plan(request, ranks, required))
+    return make_job(request.run, ranks, reporter, partial(_plan, request, required))
 
 
-def _plan(request: Request, ranks: Ranks, required: bool) -> job.Prepared:
-    """Open the source and make the plan in this rank."""
-    run, texts = request.run, request.texts
-    opened = job.open_source(run, ranks)
-    with job.without_collector():
+def _plan(request: Request, required: bool, opened: Opened) -> Job:
+    """Make the plan of compress(). `required`: whether the memory was required already."""
+    texts = request.texts
+    with without_collector():
         plan = _make_plan(request, opened)
     if required:
-        return job.prepare(run, opened, plan, ranks, refuse=False)
+        return prepare(opened, plan, refuse=False)
 
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
         raise UsageError(
             "texts are given, and nothing is calibrated",
             "give --gptq, or --calibrate and what uses it, such as --kv-cache fp8, or leave them out",
         )
-    target = job.output_directory(run, opened.source, summary.suffix(plan))
-    steps = texts_steps(run, texts.length, opened.source, opened.checkpoint, plan, target)
-    return job.prepare(run, opened, plan, ranks, steps)
+    return prepare(opened, plan, texts_steps(opened, plan, texts.length))
 
 
-def _make_plan(request: Request, opened: job.Opened) -> Plan:
+def _make_plan(request: Request, opened: Opened) -> Plan:
     """Make the plan, after checking that the calibration is of this model."""
-    recipe, source, checkpoint = request.recipe, opened.source, opened.checkpoint
+    recipe = request.recipe
     options = request.options
     calibration = options.calibration
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
-    if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
+    if calibration is not None and not opened.fingerprint().matches(calibration.model, calibration.stamp):
         raise UsageError(
             f"{recipe.calibration or calibration.file} is a calibration of another model than {request.run.model}",
             "make one of this model: openquant calibrate MODEL -o FILE",
         )
 
+    identity = opened.source.identity
     if recipe.scheme == KEPT:
-        plan = make_kept_plan(checkpoint, options, source.identity, recipe.architecture)
+        plan = make_kept_plan(opened.checkpoint, options, identity, recipe.architecture)
     elif request.scheme is None:
-        plan = make_unchanged_plan(checkpoint, options, source.identity, recipe.architecture)
+        plan = make_unchanged_plan(opened.checkpoint, options, identity, recipe.architecture)
     else:
-        plan = make_plan(checkpoint, request.scheme, options, source.identity, recipe.architecture)
+        plan = make_plan(opened.checkpoint, request.scheme, options, identity, recipe.architecture)
     return replace(plan, provenance=Provenance(recipe_of(recipe, request.texts), request.frontier))
 
 
-def _calibrate(
-    request: Request, prepared: job.Prepared, ranks: Ranks, reporter: Reporter
-) -> tuple[job.Prepared, Corpus | None]:
+def _calibrate(request: Request, job: Job) -> tuple[Job, Corpus | None]:
     """Run texts through the model, and plan again with what this gives; the texts are those for GPTQ."""
-    options, corpus = job.in_all_ranks(
-        ranks, lambda: run_texts(prepared, request.recipe, request.texts, request.options, ranks, reporter)
-    )
-    prepared = plan_of(replace(request, options=options), ranks, again=True)
-    reporter.on_plan(prepared.plan, prepared.source, prepared.target)
-    return prepared, corpus
+    options, corpus = job.ranks.all_do(lambda: run_texts(job, request))
+    planned = plan_of(replace(request, options=options), job.ranks, job.reporter, again=True)
+    planned.reporter.on_plan(planned.plan, planned.source, planned.target)
+    return planned, corpus
 
 
 @verb(Run, positional=("model", "output"), without=("device",))
@@ -253,25 +256,24 @@ def dequantize(run: Run, ranks: Ranks | None = None, reporter: Reporter | None =
     reporter = reporter or Reporter()
     start = time.monotonic()
 
-    with job.connect_ranks(ranks) as ranks:
+    with connect_ranks(ranks) as ranks:
         if run.dry_run:
             _require_writable(run, ranks)
-        prepared = job.prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
-        space = _report_plan(prepared, CalibrationTexts(), ranks, reporter)
+        job = make_job(run, ranks, reporter, _plan_dequantized)
+        space = _report_plan(job, CalibrationTexts())
 
         if run.dry_run:
-            return _result(prepared, space, start, Outcome())
-        return _write(prepared, None, space, ranks, reporter, start)
+            return _result(job, space, start, Outcome())
+        return _write(job, space, start)
 
 
-def _plan_dequantized(run: Run, ranks: Ranks) -> job.Prepared:
-    """Open the source and make the plan of dequantize()."""
-    opened = job.open_source(run, ranks)
-    with job.without_collector():
+def _plan_dequantized(opened: Opened) -> Job:
+    """Make the plan of dequantize()."""
+    with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
         if stated_facts(opened.checkpoint).smoothed:
             plan = replace(plan, notes=(*plan.notes, FOLDED))
-    return job.prepare(run, opened, plan, ranks)
+    return prepare(opened, plan)
 
 
 def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
@@ -282,7 +284,7 @@ def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
         ranks.first_does(publisher.require_writable)
 
 
-def _report_plan(prepared: job.Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> DiskSpace:
+def _report_plan(job: Job, texts: CalibrationTexts) -> DiskSpace:
     """Report the source, the disk space that the run needs and the plan, before a calibration that may take hours.
 
     Returns:
@@ -293,56 +295,57 @@ def _report_plan(prepared: job.Prepared, texts: CalibrationTexts, ranks: Ranks, 
         PushError: in a dry run, the repository would be refused.
     """
     space, error = None, None
-    if ranks.first:
-        space, error = attempt(lambda: find_space(prepared, texts, ranks))
+    if job.ranks.first:
+        space, error = attempt(lambda: find_space(job, texts))
     if space is not None:
-        reporter.on_disk_space(space)
-    reporter.on_plan(prepared.plan, prepared.source, prepared.target)
-    ranks.agree(error)
-    return space or DiskSpace(0, 0, prepared.run.stream)
+        job.reporter.on_disk_space(space)
+    job.reporter.on_plan(job.plan, job.source, job.target)
+    job.ranks.agree(error)
+    return space or DiskSpace(0, 0, job.run.stream)
 
 
-def find_space(prepared: job.Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
+def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
     """Find the disk space that a run needs. A dry run also checks the repository to push to.
 
     Args:
-        prepared: the run with its plan.
+        job: the run with its plan.
         texts: options that say how many texts are calibrated with, and how long.
-        ranks: the processes of this run.
 
     Raises:
         OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
         PushError: in a dry run, the repository would be refused.
     """
-    run, plan, source, target = prepared.run, prepared.plan, prepared.source, prepared.target
-    publisher = publisher_of(prepared)
+    run = job.run
+    plan = job.plan
+    source = job.source
+    publisher = publisher_of(job)
     if publisher and run.dry_run:
-        _preview_push(prepared, publisher)
+        _preview_push(job, publisher)
 
-    generated = {} if plan.lacks else generate_files(prepared, plan.files)
-    claim = job.claim_of(prepared, generated, publisher, ranks, 0)
+    generated = {} if plan.lacks else generate_files(job, plan.files)
+    claim = claim_of(job, generated, publisher)
     needs: list[Needs]
     if plan.lacks:
-        needs = texts_needs(prepared, texts, ranks)
+        needs = texts_needs(job, texts)
     else:
-        needs = [[(target, claim.missing_bytes(final=True))]]
+        needs = [[(job.target, claim.missing_bytes(final=True))]]
         if source.remote and not run.stream:
             needs.append([(source.root, source.remote_bytes(plan.source.shards))])
 
     of_phases = [sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs]
     needed = max(of_phases, default=0)
-    notes = _disk_notes(needs, prepared) if run.dry_run and needed else []
+    notes = _disk_notes(needs, job) if run.dry_run and needed else []
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
 
 
-def _disk_notes(needs: Sequence[Needs], prepared: job.Prepared) -> list[str]:
+def _disk_notes(needs: Sequence[Needs], job: Job) -> list[str]:
     """Say which disks have less than a run needs."""
     short: dict[object, tuple[int, int]] = {}
     for phase in needs:
         for path, nbytes, free in find_shortages(phase):
             # What lies beside the output is on its disk.
-            in_cache = path == prepared.source.root
-            short.setdefault("the Hub's cache" if in_cache else prepared.target, (nbytes, free))
+            in_cache = path == job.source.root
+            short.setdefault("the Hub's cache" if in_cache else job.target, (nbytes, free))
 
     return [
         f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free"
@@ -350,54 +353,52 @@ def _disk_notes(needs: Sequence[Needs], prepared: job.Prepared) -> list[str]:
     ]
 
 
-def _preview_push(prepared: job.Prepared, publisher: Publisher) -> None:
+def _preview_push(job: Job, publisher: Publisher) -> None:
     """Refuse a repository that the run would refuse. Nothing is changed on the Hub.
 
     Raises:
         PushError: the run would be refused.
     """
-    plan, source = prepared.plan, prepared.source
-    if plan.lacks:
+    if job.plan.lacks:
         # Neither the card nor what tells the uploads of this plan from others is final.
         publisher.require_writable()
         return
 
-    source.fetch_files([CARD_FILE])
+    job.source.fetch_files([CARD_FILE])
     with silent():
-        publisher.prepare(generate_files(prepared)[CARD_FILE], creates=False)
+        publisher.prepare(generate_files(job)[CARD_FILE], creates=False)
 
 
-def _write(
-    prepared: job.Prepared, corpus: Corpus | None, space: DiskSpace, ranks: Ranks, reporter: Reporter, start: float
-) -> Result:
+def _write(job: Job, space: DiskSpace, start: float, corpus: Corpus | None = None) -> Result:
     """Carry out a complete plan; `corpus` has the texts for GPTQ, if it rounds layers first."""
-    job.in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
-    outcome = carry_out(prepared, ranks, reporter, corpus)
-    result = _result(prepared, space, start, outcome)
-    reporter.on_finish(result, outcome.already_complete)
+    job.ranks.all_do(lambda: job.source.fetch_files(job.plan.files))
+    outcome = carry_out(job, corpus)
+    result = _result(job, space, start, outcome)
+    job.reporter.on_finish(result, outcome.already_complete)
     return result
 
 
-def _result(prepared: job.Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
+def _result(job: Job, space: DiskSpace, start: float, outcome: Outcome) -> Result:
     """Return what a run that began at time `start` has done, or would do."""
-    plan, source = prepared.plan, prepared.source
-    published, findings = outcome.published, outcome.findings
+    plan = job.plan
+    published = outcome.published
+    findings = outcome.findings
     served = summary.serving(plan)
     findings_notes = zero_notes(sorted(findings.zero_layers)) + lost_notes(sorted(findings.lost_layers))
 
     return Result(
-        model=os.fspath(prepared.run.model),
-        revision=source.revision,
-        output=str(prepared.target),
+        model=os.fspath(job.run.model),
+        revision=job.source.revision,
+        output=str(job.target),
         scheme=summary.scheme_name(plan),
         schemes=summary.scheme_names(plan),
         kv_cache="fp8" if has_fp8_cache(plan) else "auto",
         folded=(plan.options.transforms and plan.options.transforms.title) or None,
         architecture=plan.model.name,
-        dry_run=prepared.run.dry_run,
+        dry_run=job.run.dry_run,
         source_bytes=summary.source_bytes(plan),
         output_bytes=summary.output_bytes(plan),
-        download_bytes=source.remote_bytes([*plan.source.shards, *plan.files]),
+        download_bytes=job.source.remote_bytes([*plan.source.shards, *plan.files]),
         disk_bytes=space.needed,
         repository=published.repository if published else None,
         pushed_to=published.address if published else None,
@@ -434,11 +435,12 @@ def explain(source: ModelSource, named: Explain, recipe: Recipe, texts: Calibrat
     run = Run(source.model, revision=source.revision, dry_run=True)
     request = check_request(run, recipe, texts)
     ranks = Ranks()
-    prepared = plan_of(complete_options(request, ranks, Reporter()), ranks)
-    plan = prepared.plan
+    reporter = Reporter()
+    job = plan_of(complete_options(request, ranks, reporter), ranks, reporter)
+    plan = job.plan
     return Explanation(
         model=os.fspath(source.model),
-        revision=prepared.source.revision,
+        revision=job.source.revision,
         architecture=plan.model.name,
         scheme=summary.scheme_name(plan),
         layers=explain_modules(plan, named.layer),
@@ -461,15 +463,15 @@ def diagnose(request: Diagnose, reporter: Reporter | None = None) -> Diagnosis:
     progress = partial((reporter or Reporter()).on_progress, unit="bytes")
     chosen = find_scheme(request.scheme)
 
-    source, checkpoint = job.open_model(request.model, request.revision, request.stream)
+    source, checkpoint = open_model(request.model, request.revision, request.stream)
     options = PlanOptions(tuple(request.ignore))
-    with job.without_collector():
+    with without_collector():
         plan = make_plan(checkpoint, chosen, options, source.identity, request.architecture)
 
     with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
         # More threads bring nothing and take long to start.
-        limit = max(job.MOST_WORKERS, available_cpus())
-        threads = min(request.workers or min(job.MOST_WORKERS, available_cpus()), limit)
+        limit = max(MOST_WORKERS, available_cpus())
+        threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
         layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
 
     rows = sum(layer.shape[0] for layer in layers)

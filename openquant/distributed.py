@@ -25,13 +25,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from .errors import OpenQuantError, OutputError, UsageError
+from .errors import OpenQuantError, OutputError, SourceError, UsageError
 from .options import PATIENCE
 
 if TYPE_CHECKING:
-    from .plan.decisions import Shard
+    from .plan.layout import Shard
 
 T = TypeVar("T")
 
@@ -189,6 +189,38 @@ class Ranks:
         value, error = attempt(do) if self.first else (None, None)
         result: T = self.agree(error, value)[0]
         return result
+
+    def all_do(self, do: Callable[[], T]) -> T:
+        """Call a function in all ranks and wait until all have returned; if one fails, all end.
+
+        Args:
+            do: the function, without arguments; each rank gives its own.
+
+        Returns:
+            What the function returned in this rank.
+
+        Raises:
+            Exception: what the function raised in this rank.
+            OutputError: another rank failed or died.
+        """
+        result, error = attempt(do)
+        self.agree(error)
+        return cast(T, result)
+
+    def require_same(self, value: Any, what: str) -> None:
+        """Require that all ranks see the same. All of them call this together.
+
+        Args:
+            value: what this rank sees, as JSON: digests of texts, names and sizes of shards.
+            what: what messages call it: "sources".
+
+        Raises:
+            SourceError: another rank sees something else.
+            OutputError: another rank failed or died.
+        """
+        values = self.agree(None, value)
+        if any(other != values[0] for other in values):
+            raise SourceError(f"ranks see different {what}", "let all of them read the same files")
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather bytes of any length in rank 0. Waits until every rank has given some.

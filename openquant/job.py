@@ -1,6 +1,6 @@
 """What a run reads, writes and needs, all of it known before anything is written.
 
-Every rank prepares a run in the same way: `open_source`, make a plan, and `prepare`, which checks that memory suffices.
+Every rank makes its Job in the same way: `open_source`, make a plan, and `prepare`, which checks that memory suffices.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
-from .distributed import RERUN_CONTINUES, Ranks, attempt
-from .errors import SourceError, UsageError
-from .files.checkpoint import Checkpoint, Stamp
-from .files.destination import Needs, WeightFacts
+from .distributed import RERUN_CONTINUES, Ranks
+from .errors import UsageError
+from .files.checkpoint import Checkpoint, Fingerprint, Stamp
+from .files.destination import WeightFacts
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import available_cpus, find_device
 from .options import Run, files_read
 from .plan import summary
-from .plan.decisions import rounded_bytes
 from .plan.plan import Plan
 from .plan.serving import chosen_scales
-from .result import Place
+from .result import Place, Reporter
 from .streaming.memory import MemoryStep, memory_left
-
-T = TypeVar("T")
 
 # More threads do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
@@ -42,31 +39,49 @@ class Opened:
     """A source that was opened for a run. Of a repository only config, index and headers are fetched.
 
     Attributes:
+        run: options of the run.
+        ranks: the processes of the run, which share its work.
+        reporter: receives notes and progress.
         source: where the checkpoint comes from.
         checkpoint: its config, files and headers.
         stamps: size, times and inode of each shard of a local source, taken before the plan is made.
-        device: device that computes codes: "cpu", or a torch device such as "cuda:1".
+        device: device that computes: "cpu", or a torch device such as "cuda:1".
     """
 
+    run: Run
+    ranks: Ranks
+    reporter: Reporter
     source: Source
     checkpoint: Checkpoint
     stamps: Mapping[str, Stamp]
     device: str
 
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the source as it was when it was opened; no shard is read yet."""
+        return self.source.fingerprint(self.checkpoint, self.stamps)
+
+    def output_directory(self, suffix: str) -> Path:
+        """Return the output directory, which may be missing.
+
+        Args:
+            suffix: what follows the source's name, such as "-FP8", if the user names no directory.
+        """
+        if self.run.output is not None:
+            return Path(self.run.output)
+        return self.source.default_path(self.source.name + suffix)
+
 
 @dataclass(frozen=True)
-class Prepared(Opened):
+class Job(Opened):
     """A run that is ready to write.
 
     Attributes:
-        run: options of the run.
         plan: the plan.
         target: the output directory.
         workers: number of threads, as many as memory allows.
         fast: whether to use compiled loops, which take memory and time to load.
     """
 
-    run: Run
     plan: Plan
     target: Path
     workers: int
@@ -102,58 +117,35 @@ def connect_ranks(ranks: Ranks | None) -> Iterator[Ranks]:
         yield ranks
 
 
-def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
-    """Call a function in all ranks and wait until all have returned; if one fails, all end.
+def make_job(run: Run, ranks: Ranks, reporter: Reporter, plan: Callable[[Opened], Job]) -> Job:
+    """Open the source in all ranks, make its plan, and check that all see the same source and plan.
 
     Args:
+        run: options of the run.
         ranks: the connected ranks of the run.
-        do: the function, without arguments; each rank gives its own.
+        reporter: receives notes and progress.
+        plan: plans the opened source in this rank, and calls `prepare`.
 
     Returns:
-        What the function returned in this rank.
-
-    Raises:
-        Exception: what the function raised in this rank.
-        OutputError: another rank failed or died.
-    """
-    try:
-        result = do()
-    except Exception as error:
-        ranks.agree(error)
-        raise
-    ranks.agree(None)
-    return result
-
-
-def prepare_alike(ranks: Ranks, do: Callable[[], Prepared]) -> Prepared:
-    """Prepare a run in all ranks, and check that all see the same source and plan.
-
-    Args:
-        ranks: the connected ranks of the run.
-        do: prepares the run in this rank, without arguments.
-
-    Returns:
-        What `do` returned in this rank.
+        What `plan` returned in this rank.
 
     Raises:
         SourceError: ranks see different sources.
-        Exception: what `do` raised in this rank.
+        Exception: what `open_source` or `plan` raised in this rank.
         OutputError: another rank failed or died.
     """
-    prepared, error = attempt(do)
-    views = ranks.agree(error, prepared and prepared.view)
-    if any(view != views[0] for view in views):
-        raise SourceError("ranks see different sources", "let all of them read the same files")
-    assert prepared is not None
-    return prepared
+    job = ranks.all_do(lambda: plan(open_source(run, ranks, reporter)))
+    ranks.require_same(job.view, "sources")
+    return job
 
 
-def open_source(run: Run, ranks: Ranks) -> Opened:
+def open_source(run: Run, ranks: Ranks, reporter: Reporter) -> Opened:
     """Open the source of a run. Nothing is written; of a repository only config, index and headers are fetched.
 
     Args:
         run: options of the run.
         ranks: the ranks of the run, whose local number selects the device.
+        reporter: receives notes and progress.
 
     Returns:
         The source, its opened checkpoint, stamps that show whether its shards change, and the device. With `dry_run`
@@ -172,7 +164,7 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
 
     source, checkpoint = open_model(run.model, run.revision, run.stream, run.copy)
     with without_collector():
-        return Opened(source, checkpoint, source.stamps(checkpoint), device)
+        return Opened(run, ranks, reporter, source, checkpoint, source.stamps(checkpoint), device)
 
 
 def open_model(
@@ -236,51 +228,34 @@ def file_places(values: Mapping[str, Any]) -> list[Place]:
     ]
 
 
-def output_directory(run: Run, source: Source, suffix: str) -> Path:
-    """Return the output directory of a run, which may be missing.
-
-    Args:
-        run: options of the run, whose `output` is the directory if it is given.
-        source: the source. If `output` is None, it gives the directory its name, such as "Qwen3-8B-FP8", and its place
-            (`Source.beside`).
-        suffix: what follows the source's name, such as "-FP8".
-    """
-    if run.output is not None:
-        return Path(run.output)
-    return source.default_path(source.name + suffix)
-
-
-def prepare(
-    run: Run, opened: Opened, plan: Plan, ranks: Ranks, before: Sequence[MemoryStep] = (), refuse: bool = True
-) -> Prepared:
+def prepare(opened: Opened, plan: Plan, before: Sequence[MemoryStep] = (), refuse: bool = True) -> Job:
     """Decide on output directory, workers and compiled loops for a plan.
 
     Args:
-        run: options of the run.
         opened: the opened source.
         plan: the plan of this source.
-        ranks: the ranks of the run, which share the CPUs.
         before: steps before the conversion, such as a calibration, with the bytes of memory that they take.
         refuse: whether too little memory is an error. After hours of calibration it should not be.
 
     Returns:
-        Everything that the conversion needs: options, source, plan, output directory, number of threads, and device.
+        Everything that the conversion needs.
 
     Raises:
         OutputError: output and source overlap.
         UsageError: --max-memory is too little for one worker or an earlier step, and `refuse` is true.
     """
-    source, device = opened.source, opened.device
-    target = output_directory(run, source, summary.suffix(plan))
-    refuse_overlap(source.root, target)
+    run = opened.run
+    device = opened.device
+    target = opened.output_directory(summary.suffix(plan))
+    refuse_overlap(opened.source.root, target)
 
     limit = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
-    workers = run.workers or min(limit, max(1, available_cpus() // ranks.local_size))
+    workers = run.workers or min(limit, max(1, available_cpus() // opened.ranks.local_size))
     fast = worth_compiling(plan)
 
     if run.max_memory is not None:
         per_worker = worker_memory(plan, device)
-        nbytes = memory_needed(source) + per_worker
+        nbytes = memory_needed(opened.source) + per_worker
         converting = MemoryStep("converting with a single worker", nbytes, models=bool(before))
         memory_left(run.max_memory, [converting, *before], refuse)
 
@@ -288,7 +263,7 @@ def prepare(
         workers = max(1, min(workers, for_workers // per_worker))
         fast = fast and for_workers >= workers * per_worker + COMPILED_MEMORY
 
-    return Prepared(**vars(opened), run=run, plan=plan, target=target, workers=workers, fast=fast)
+    return Job(**vars(opened), plan=plan, target=target, workers=workers, fast=fast)
 
 
 @contextmanager
@@ -344,27 +319,27 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     return {output: sorted(plan.layout.sources(output)) for output in outputs}
 
 
-def claim_of(
-    prepared: Prepared, generated: Mapping[str, bytes], publisher: Publisher | None, ranks: Ranks, rounded: int
-) -> Claim:
+def claim_of(job: Job, generated: Mapping[str, bytes], publisher: Publisher | None = None, rounded: int = 0) -> Claim:
     """Return the claim of a run on its output directory; entering it claims the directory.
 
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
         generated: contents of the files that are written rather than copied, by path relative to the output directory.
         publisher: publishes the output; None if it is not published.
-        ranks: the processes of this run; each may keep streamed source shards of its own on disk.
         rounded: bytes that layers rounded by GPTQ will still take on the same disk for a while; 0 without GPTQ.
 
     Returns:
         The claim, a context manager that is not entered yet.
     """
-    plan, source, run = prepared.plan, prepared.source, prepared.run
+    plan = job.plan
+    source = job.source
+    run = job.run
     # What replaces a file of the source counts as large as that, so that the size is known before it is made.
     files = {**{name: len(data) for name, data in generated.items()}, **plan.files}
     scratch = rounded
     if run.stream:
-        scratch += scratch_bytes(source, source_needs(source, plan)) * ranks.size
+        # Each rank keeps source shards of its own on disk.
+        scratch += scratch_bytes(source, source_needs(source, plan)) * job.ranks.size
 
     contents = OutputContents(
         plan.digest,
@@ -376,11 +351,11 @@ def claim_of(
         scratch=scratch,
     )
     return Claim(
-        prepared.target,
+        job.target,
         contents,
         run.overwrite,
         elsewhere=publisher.uploaded_shards if publisher else frozenset,
-        sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
+        sources=lambda: {**job.stamps, **source.digests(job.checkpoint)},
     )
 
 
@@ -395,38 +370,3 @@ def _weight_facts(plan: Plan) -> WeightFacts:
         from_quantized=summary.has_quantized_source(plan),
         static_scales=chosen_scales(plan.decisions, plan.entry),
     )
-
-
-def calibration_needs(prepared: Prepared, ranks: Ranks, passing: int) -> list[Needs]:
-    """Return the disk space that a run with a calibration needs.
-
-    Args:
-        prepared: the run, with the plan before the calibration.
-        ranks: the ranks of the run.
-        passing: bytes of hidden states that the forward pass writes beside the output.
-
-    Returns:
-        What is written at the same time, for the output and for the forward pass before it, the larger first; empty if
-        the output is complete.
-
-    Raises:
-        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
-    """
-    plan, target, source = prepared.plan, prepared.target, prepared.source
-    # The card and config.json of this plan are not final; they are small, so none are passed.
-    rounded = rounded_bytes(plan.gptq_rounded) if plan.options.gptq is not None else 0
-    missing = claim_of(prepared, {}, None, ranks, rounded).missing_bytes(final=False)
-    if not missing:
-        return []
-
-    # A calibration has three float32 statistics for each input of each layer.
-    calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
-    parent = target.absolute().parent
-    cached = []
-    if source.remote and not prepared.run.stream:
-        cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
-
-    # The files of the forward pass are deleted before the output is written.
-    output: Needs = [(target, missing), (parent, calibration), *cached]
-    forward: Needs = [(parent, passing + calibration), *cached]
-    return [output, forward] if missing >= passing else [forward, output]

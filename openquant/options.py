@@ -315,8 +315,10 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
         values = [item for item in value if not isinstance(item, tuple)] if isinstance(value, tuple) else []
     else:
         names, values = annotation.split(" | "), [value]
+
     if option.group == "" or any("[" in kind and kind not in _TYPES for kind in names):
         return
+
     kinds = [_TYPES.get(kind, _TYPES["str"]) for kind in names]
     for one in values:
         # True is a number for Python.
@@ -456,8 +458,8 @@ class Texts(OptionGroup):
     text: Sequence[str | os.PathLike[str]] = file_option(
         (),
         "Text file or JSON Lines file (repeatable). Each file is one domain. Each line of a .jsonl file has `text` or "
-        "`messages`; every other file is text in UTF-8. Default: the source code and documentation of Python's "
-        "standard library. A calibration and an evaluation never read the same parts of a text.",
+        "`messages`; every other file is text in UTF-8. Default: openquant's own prose, code, chats and ten languages. "
+        "A calibration and an evaluation never read the same parts of a text.",
         TEXTS,
         "FILE",
         repeated=True,
@@ -884,6 +886,14 @@ class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
             raise UsageError("--scratch is where --stream keeps shards", "give --stream too, or leave --scratch out")
 
 
+def _task_names(task: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
+    """Return the tasks of a value of --tasks: a file, which may have a comma in its name, or names."""
+    # Path.exists() raises if all names together are longer than the name of a file may be.
+    if not isinstance(task, str) or os.path.exists(task):  # noqa: PTH110
+        return [task]
+    return [*task.split(",")]
+
+
 @dataclass(frozen=True)
 class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     """What evaluate() compares, and how."""
@@ -944,13 +954,8 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("no output is named", "give a directory that was made from the source")
         if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
             raise UsageError("an output is given twice", "give each once")
-        # A file may have a comma in its name.
-        # Path.exists() raises if all names together are longer than the name of a file may be.
-        split = (
-            [task] if not isinstance(task, str) or os.path.exists(task) else task.split(",")  # noqa: PTH110
-            for task in self.tasks
-        )
-        object.__setattr__(self, "tasks", tuple(task for part in split for task in part))
+
+        object.__setattr__(self, "tasks", tuple(name for task in self.tasks for name in _task_names(task)))
         if not all(os.fspath(task).strip() for task in self.tasks):
             raise UsageError("--tasks has an empty name", "separate tasks by single commas")
         if len({os.fspath(task) for task in self.tasks}) < len(self.tasks):
@@ -959,12 +964,14 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("--limit is for --tasks", "give --tasks too, or leave --limit out")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"{self.limit} questions", "give --limit 1 or more")
+
         if self.no_prompts and self.prompts is not None:
             raise UsageError("--prompts gives prompts to answer, --no-prompts answers none", "give one of them")
         if self.stream and self.prompts is not None:
             raise UsageError(
                 "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
             )
+
         if not 0 <= self.seed < 1 << 32:
             raise UsageError(f"{self.seed} is no seed", f"give --seed from 0 to {(1 << 32) - 1:,}")
 

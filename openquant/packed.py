@@ -67,24 +67,10 @@ class PackedLinear(nn.Module):
         zero_point: Tensor | None = None,
     ) -> None:
         super().__init__()
-        named = [variant for variant in (*VARIANTS, *ASYMMETRIC) if scheme in (None, variant.name)]
-        if not named:
-            raise ValueError(f"{scheme} is not a scheme")
-        with_zeros = [variant for variant in named if variant.asymmetric == (zero_point is not None)]
-        if not with_zeros:
-            raise ValueError(f"scheme {scheme} {'needs a' if zero_point is None else 'has no'} zero_point")
-        variants = [variant for variant in with_zeros if _why_not_held(variant) is None]
-        if not variants:
-            raise ValueError(_why_not_held(with_zeros[0]))
-        candidates = [variant for variant in variants if _DTYPES[variant.format.number.dtype] == weight.dtype]
-        if not candidates or weight.ndim != 2:
-            dtypes = dict.fromkeys(str(_DTYPES[variant.format.number.dtype])[6:] for variant in variants)
-            raise ValueError(
-                f"weight must be codes{f' of {scheme}' if scheme else ''}: {' or '.join([*dtypes][::-1])} matrix, not "
-                f"{str(weight.dtype)[6:]} {list(weight.shape)}"
-            )
+        candidates = _schemes_of_codes(weight, scheme, zero_point is not None)
         number = candidates[0].format.number
         shape = (weight.shape[0], number.count(weight.shape[1]))
+
         fitting = [
             variant
             for variant in candidates
@@ -98,18 +84,21 @@ class PackedLinear(nn.Module):
         if not fitting:
             guess = "" if scheme else f" of {candidates[0].name}: give scheme= if it is another"
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}{guess}")
-        zeros = fitting[0].format.zero_points("", shape)
+
+        self.scheme = fitting[0]
+        self.shape = shape
+        fmt = self.scheme.format
+        zeros = fmt.zero_points("", shape)
         if zeros and zero_point is not None and (zero_point.dtype, zero_point.shape) != (torch.int32, zeros.shape):
-            found = f"{str(zero_point.dtype)[6:]} {list(zero_point.shape)}"
-            raise ValueError(f"zero_point must be int32 {list(zeros.shape)}, not {found}")
-        self.scheme, self.shape = fitting[0], shape
-        self.register_buffer(self.scheme.format.codes, weight)
-        self.register_buffer(self.scheme.format.scale.name, scale)
-        if self.scheme.format.global_scale is not None:
-            self.register_buffer(self.scheme.format.global_scale.name, global_scale)
-        if self.scheme.format.zero_point is not None:
-            self.register_buffer(self.scheme.format.zero_point, zero_point)
-        for info, data in self.scheme.format.constant_tensors("", shape):
+            raise ValueError(f"zero_point must be int32 {list(zeros.shape)}, not {_describe(zero_point)}")
+
+        self.register_buffer(fmt.codes, weight)
+        self.register_buffer(fmt.scale.name, scale)
+        if fmt.global_scale is not None:
+            self.register_buffer(fmt.global_scale.name, global_scale)
+        if fmt.zero_point is not None:
+            self.register_buffer(fmt.zero_point, zero_point)
+        for info, data in fmt.constant_tensors("", shape):
             self.register_buffer(info.name[1:], torch.frombuffer(bytearray(data), dtype=torch.int64))
         self.register_buffer("bias", bias)
 
@@ -129,9 +118,11 @@ class PackedLinear(nn.Module):
         codes = next((state[name] for name in ("weight_packed", "weight") if name in state), None)
         scale = next((state[name] for name in ("weight_scale", "weight_scale_inv") if name in state), None)
         if codes is None or scale is None:
-            raise ValueError(f"there are no codes or no scales among {', '.join(sorted(state)) or 'no tensors'}")
+            names = ", ".join(sorted(state)) or "no tensors"
+            raise ValueError(f"there are no codes or no scales among {names}")
         if unknown := sorted(set(state) - _NAMES):
             raise ValueError(f"{', '.join(unknown)}: no scheme of PackedLinear has such a tensor")
+
         packed = cls(
             codes,
             scale,
@@ -140,6 +131,7 @@ class PackedLinear(nn.Module):
             global_scale=state.get("weight_global_scale"),
             zero_point=state.get("weight_zero_point"),
         )
+
         if "weight_shape" in state and state["weight_shape"].tolist() != list(packed.shape):
             raise ValueError(
                 f"weight_shape is {state['weight_shape'].tolist()}, and as {packed.scheme.name} the codes have "
@@ -175,33 +167,40 @@ class PackedLinear(nn.Module):
             ValueError: the weight has NaN or infinity or is too large for the scheme, or its shape does not divide into
                 the scheme's groups, or the layer cannot hold the scheme.
         """
-        size = None if group_size is None else str(group_size)
-        chosen, weight = find_scheme(scheme, format, scale_format, group_size=size), linear.weight.detach()
+        weight = linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
+
+        size = None if group_size is None else str(group_size)
+        chosen = find_scheme(scheme, format, scale_format, group_size=size)
         smaller = chosen.fallback
         if size is None and smaller is not None and smaller.name == scheme and chosen.format.shape_error(shape):
             chosen = smaller
+
         if chosen.asymmetric:
             raise ValueError(f"from_linear computes no zero points, and scheme {scheme} needs them")
         fmt = chosen.format
         problem = _why_not_held(chosen) or fmt.shape_error(shape)
         if problem:
             raise ValueError(problem)
+
         absmax = reference.group_absmax(weight, fmt.group)
         if not torch.isfinite(absmax).all():
             raise ValueError("the weight holds NaN or infinity")
         if absmax.max() > chosen.largest:
             raise ValueError(f"the weight reaches {absmax.max():g}, engines load at most {chosen.largest:g}")
+
         global_scale = None
         if fmt.global_scale is not None:
             largest = absmax.amax().reshape(1).cpu().numpy()
             global_scale = torch.from_numpy(choose_shared_scale(fmt, largest)).to(weight.device)
+
         if chosen.searches_scales:
             # The search runs on the CPU whatever the device, so that all devices choose the same scales.
             bits = weight.float().cpu().contiguous().numpy().view(np.uint32)
             scale = torch.from_numpy(choose_scales(chosen, bits, "F32", absmax.cpu().numpy()).scale).to(weight.device)
         else:
             scale, _ = reference.choose_unsearched_scales(weight, fmt, absmax, global_scale)
+
         codes = reference.encode(weight, scale, fmt)
         stored = reference.stored_scale(scale, fmt, shape, global_scale)
         bias = None if linear.bias is None else linear.bias.detach()
@@ -231,6 +230,41 @@ class PackedLinear(nn.Module):
         """Return what print() shows of the layer."""
         out_features, in_features = self.shape
         return f"in_features={in_features}, out_features={out_features}, scheme={self.scheme.name}"
+
+
+def _schemes_of_codes(weight: Tensor, name: str | None, has_zero_point: bool) -> list[Scheme]:
+    """Find the schemes that store such codes. `name`: the only one that may be found; None for any.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = [variant for variant in (*VARIANTS, *ASYMMETRIC) if name in (None, variant.name)]
+    if not named:
+        raise ValueError(f"{name} is not a scheme")
+
+    with_zeros = [variant for variant in named if variant.asymmetric == has_zero_point]
+    if not with_zeros:
+        raise ValueError(f"scheme {name} {'has no' if has_zero_point else 'needs a'} zero_point")
+
+    held = [variant for variant in with_zeros if _why_not_held(variant) is None]
+    if not held:
+        raise ValueError(_why_not_held(with_zeros[0]))
+
+    schemes = [variant for variant in held if _DTYPES[variant.format.number.dtype] == weight.dtype]
+    if not schemes or weight.ndim != 2:
+        dtypes = dict.fromkeys(_dtype_name(_DTYPES[variant.format.number.dtype]) for variant in held)
+        wanted = " or ".join([*dtypes][::-1])
+        of_scheme = f" of {name}" if name else ""
+        raise ValueError(f"weight must be codes{of_scheme}: {wanted} matrix, not {_describe(weight)}")
+    return schemes
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{_dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def _why_not_held(scheme: Scheme) -> str | None:

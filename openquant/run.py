@@ -17,7 +17,7 @@ from .convert.conversion import WeightFindings, check_written, convert
 from .distributed import Ranks
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
-from .files.checkpoint import Fingerprint, open_checkpoint, readable
+from .files.checkpoint import open_checkpoint, readable
 from .files.destination import output_errors
 from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, read_small
 from .files.output import REPLACE, Claim
@@ -25,14 +25,14 @@ from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
 from .hub.publish import Published, Publisher
 from .hub.source import ShardSupply, Source, repository_source, silent
-from .job import Prepared, claim_of, in_all_ranks, source_needs
+from .job import Job, claim_of, source_needs
 from .options import Push
 from .plan import summary
-from .plan.decisions import Shard
+from .plan.layout import Shard
 from .plan.plan import Plan, output_config
 from .report.card import evaluated_card, model_card, with_notes
 from .report.cells import terminal
-from .result import Reporter, lost_notes
+from .result import lost_notes
 from .verification.checks import check_finished, require_sound
 
 if TYPE_CHECKING:
@@ -59,32 +59,6 @@ class Outcome:
     unread_shards: int = 0
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """What all phases of a run share.
-
-    Attributes:
-        prepared: options of the run, source checkpoint, plan and output directory.
-        generated: contents of the files that are written rather than copied, by name.
-        claim: the claim on the output directory.
-        publisher: publishes the output; None if it is not published.
-        ranks: the processes of this run, each with its number (rank) among them.
-        reporter: receives the progress.
-    """
-
-    prepared: Prepared
-    generated: Mapping[str, bytes]
-    claim: Claim
-    publisher: Publisher | None
-    ranks: Ranks
-    reporter: Reporter
-
-    def advance(self, nbytes: int) -> None:
-        """Report that `nbytes` more bytes of the source are converted; end if another rank has failed."""
-        self.ranks.check()
-        self.reporter.on_advance(nbytes)
-
-
 class _Transfer:
     """Downloads shards before convert() needs them and uploads finished ones; ends if another rank fails."""
 
@@ -109,15 +83,13 @@ class _Transfer:
             self.publisher.begin_upload(output)
 
 
-def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corpus | None = None) -> Outcome:
+def carry_out(job: Job, corpus: Corpus | None = None) -> Outcome:
     """Write the output and publish it, together with the other ranks.
 
     The files that the plan copies must be on disk (`Source.fetch_files`); shards are fetched here.
 
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
-        ranks: the processes of this run, each with its number (rank) among them.
-        reporter: receives the progress.
+        job: the run, with a complete plan.
         corpus: the texts with which GPTQ rounds layers before the conversion; None without GPTQ.
 
     Returns:
@@ -130,181 +102,218 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
         OutputError: the output cannot be claimed, written or published, or another rank failed.
         UsageError: the device failed, or the name of the repository to push to is not valid.
     """
-    plan = prepared.plan
     # Generated before the conversion, so that nothing about them can fail after hours.
-    generated = generate_files(prepared)
-    publisher = publisher_of(prepared)
-
-    rounded = missing_bytes(prepared) if corpus is not None else 0
-    claim = claim_of(prepared, generated, publisher, ranks, rounded)
-    writing = _Writing(prepared, generated, claim, publisher, ranks, reporter)
-    findings = WeightFindings()
-    unread_shards = 0
+    generated = generate_files(job)
+    publisher = publisher_of(job)
+    rounded = missing_bytes(job) if corpus is not None else 0
+    writer = _Writer(job, generated, claim_of(job, generated, publisher, rounded), publisher)
 
     with ExitStack() as stack:
-        if prepared.source.remote or publisher:
+        if job.source.remote or publisher:
             stack.enter_context(silent())
-        # Only the first rank claims the directory and asks the Hub; the others hear what is left and the current name.
-        unfinished, repository = ranks.first_does(lambda: _find_work(writing, stack.enter_context(claim)))
-        if publisher:
-            publisher.repo = repository
-            stack.enter_context(publisher)
+        return writer.write(stack, corpus)
 
-        # GPTQ rounds layers before the conversion.
-        if corpus is not None and unfinished:
-            plan = in_all_ranks(ranks, lambda: apply_gptq(prepared, corpus, ranks, reporter))
-            writing = replace(writing, prepared=replace(prepared, plan=plan))
+
+@dataclass
+class _Writer:
+    """Writes the output of a run.
+
+    Attributes:
+        job: the run; its plan gets the places of rounded layers.
+        generated: contents of the files that are written rather than copied, by name.
+        claim: the claim on the output directory.
+        publisher: publishes the output; None if it is not published.
+    """
+
+    job: Job
+    generated: Mapping[str, bytes]
+    claim: Claim
+    publisher: Publisher | None
+
+    def write(self, stack: ExitStack, corpus: Corpus | None) -> Outcome:
+        """Claim the directory, convert what is left, and publish it. `stack` holds the claim and the publisher."""
+        ranks = self.job.ranks
+        findings = WeightFindings()
+        unread_shards = 0
+
+        # Only the first rank claims the directory and asks the Hub; the others hear what is left and the current name.
+        unfinished, repository = ranks.first_does(lambda: self._find_work(stack))
+        if self.publisher:
+            self.publisher.repo = repository
+            stack.enter_context(self.publisher)
 
         if unfinished is not None:
-            _report_start(writing, unfinished)
-            findings = _convert_shards(writing, unfinished)
-            unread_shards = ranks.first_does(lambda: _finish_output(writing, unfinished, findings))
+            if corpus is not None and unfinished:
+                self.job = replace(self.job, plan=ranks.all_do(lambda: apply_gptq(self.job, corpus)))
+            self._report_start(unfinished)
+            findings = self._convert_shards(unfinished)
+            unread_shards = ranks.first_does(lambda: self._finish_output(unfinished, findings))
 
-        published = in_all_ranks(ranks, lambda: _publish(writing, unfinished))
+        published = ranks.all_do(lambda: self._publish(unfinished))
         if corpus is not None and ranks.first:
-            rounded_layer_store(prepared.target).remove()
-    return Outcome(claim.resumed, unfinished is None, published, findings, unread_shards)
+            rounded_layer_store(self.job.target).remove()
+        return Outcome(self.claim.resumed, unfinished is None, published, findings, unread_shards)
 
+    def _find_work(self, stack: ExitStack) -> tuple[list[str] | None, str]:
+        """Claim the directory, and find what is left to do in it.
 
-def _find_work(writing: _Writing, claim: Claim) -> tuple[list[str] | None, str]:
-    """Find what is left to do in a claimed directory.
+        Returns:
+            Names of the shards to convert, None if nothing at all is left to do; and the repository to push to, or "".
 
-    Returns:
-        Names of the shards to convert, None if nothing at all is left to do; and the repository to push to, or "".
+        Raises:
+            SourceError: the output there was made from another source.
+            OutputError: openquant did not write the output directory, or it cannot be written to.
+        """
+        job = self.job
+        layout = job.plan.layout
+        publisher = self.publisher
+        claim = stack.enter_context(self.claim)
 
-    Raises:
-        SourceError: the output there was made from another source.
-        OutputError: openquant did not write the output directory, or it cannot be written to.
-    """
-    prepared, publisher = writing.prepared, writing.publisher
-    push = prepared.run.push
-    if claim.complete and not (push and push.only):
-        # It may have been damaged since an earlier run finished it.
-        require_sound(prepared.target, claim.contents.files.keys())
+        if claim.complete and not (job.run.push and job.run.push.only):
+            # It may have been damaged since an earlier run finished it.
+            require_sound(job.target, claim.contents.files.keys())
 
-    changed = claim.changed_sources
-    if not claim.complete:
-        # What an unfinished output has of another shard is made again.
-        changed = changed - prepared.stamps.keys()
-    if changed:
-        raise SourceError(f"{prepared.source.root / min(changed)} changed since {prepared.target} was made", REPLACE)
-    if claim.changed_sources:
-        layout = prepared.plan.layout
-        outdated = [shard.name for shard in layout.shards if layout.sources(shard.name) & claim.changed_sources]
-        # The journal says last what the source is now: a run that is killed before removes the same once more.
+        changed = claim.changed_sources
+        if not claim.complete:
+            # What an unfinished output has of another shard is made again.
+            changed = changed - job.stamps.keys()
+        if changed:
+            raise SourceError(f"{job.source.root / min(changed)} changed since {job.target} was made", REPLACE)
+
+        if claim.changed_sources:
+            outdated = [shard.name for shard in layout.shards if layout.sources(shard.name) & claim.changed_sources]
+            # The journal says last what the source is now: a run that is killed before removes the same once more.
+            if publisher:
+                publisher.forget_uploads()
+            claim.discard(outdated)
         if publisher:
-            publisher.forget_uploads()
-        claim.discard(outdated)
-    if publisher:
-        publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
+            publisher.prepare(self.generated[CARD_FILE], job.source.downloaded_commit())
 
-    unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
-    repository = publisher.repo if publisher else ""
-    return None if claim.complete else unfinished, repository
+        unfinished = [shard.name for shard in layout.shards if not claim.is_finished(shard.name)]
+        return None if claim.complete else unfinished, publisher.repo if publisher else ""
 
+    def _report_start(self, unfinished: Sequence[str]) -> None:
+        """Report the bytes of the source, and how many of them an earlier run has converted."""
+        layout = self.job.plan.layout
+        sizes = {shard.name: layout.count_source_bytes(shard.name) for shard in layout.shards}
+        total = sum(sizes.values())
+        self.job.reporter.on_start(total, total - sum(sizes[name] for name in unfinished))
 
-def _report_start(writing: _Writing, unfinished: Sequence[str]) -> None:
-    """Report the bytes of the source, and how many of them an earlier run has converted."""
-    layout = writing.prepared.plan.layout
-    sizes = {shard.name: layout.count_source_bytes(shard.name) for shard in layout.shards}
-    total = sum(sizes.values())
-    writing.reporter.on_start(total, total - sum(sizes[name] for name in unfinished))
+    def _convert_shards(self, unfinished: Sequence[str]) -> WeightFindings:
+        """Convert this rank's share of the shards, and wait for the others.
 
+        Returns:
+            What was found in the weights; in the first rank that of all ranks.
+        """
+        ranks = self.job.ranks
+        names = set(unfinished)
+        mine = ranks.share([shard for shard in self.job.plan.layout.shards if shard.name in names])
+        findings = ranks.all_do(lambda: self._convert_share(mine))
 
-def _convert_shards(writing: _Writing, unfinished: list[str]) -> WeightFindings:
-    """Convert this rank's share of the shards, and wait for the others.
+        own = [findings.not_finite, sorted(findings.zero_layers), sorted(findings.lost_layers)]
+        for data in ranks.gather(json.dumps(own).encode()):
+            not_finite, zero_layers, lost_layers = json.loads(data)
+            findings.not_finite.update({name: NonFinite(*counts) for name, counts in not_finite.items()})
+            findings.zero_layers.update(zero_layers)
+            findings.lost_layers.update(lost_layers)
+        return findings
 
-    Returns:
-        What was found in the weights; in the first rank that of all ranks.
-    """
-    ranks, names = writing.ranks, set(unfinished)
-    mine = ranks.share([shard for shard in writing.prepared.plan.layout.shards if shard.name in names])
-    findings = in_all_ranks(ranks, lambda: _convert_share(writing, mine))
-    own = [findings.not_finite, sorted(findings.zero_layers), sorted(findings.lost_layers)]
-    for data in ranks.gather(json.dumps(own).encode()):
-        not_finite, zero_layers, lost_layers = json.loads(data)
-        findings.not_finite.update({name: NonFinite(*counts) for name, counts in not_finite.items()})
-        findings.zero_layers.update(zero_layers)
-        findings.lost_layers.update(lost_layers)
-    return findings
+    def _convert_share(self, shards: Sequence[Shard]) -> WeightFindings:
+        """Fetch, convert and upload shards. Returns what was found in their weights."""
+        job = self.job
+        source = job.source
+        directory = self.claim.directory
 
+        needs = source_needs(source, job.plan, [shard.name for shard in shards])
+        scratch = directory.make_scratch(job.ranks.rank) if job.run.stream else None
+        if source.remote and scratch is None:
+            source.require_cache_space(needs)
 
-def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings:
-    """Fetch, convert and upload shards. Returns what was found in their weights."""
-    prepared, publisher, ranks = writing.prepared, writing.publisher, writing.ranks
-    plan, source = prepared.plan, prepared.source
-    needs = source_needs(source, plan, [shard.name for shard in shards])
-    scratch = writing.claim.directory.make_scratch(ranks.rank) if prepared.run.stream else None
-    if source.remote and scratch is None:
-        source.require_cache_space(needs)
+        with ShardSupply(source, needs, scratch) as supply:
+            transfer = _Transfer(supply, self.publisher, job.ranks)
+            try:
+                findings = convert(
+                    job.plan, shards, transfer, directory, job.workers, job.device, self._advance, fast=job.fast
+                )
+            except (SourceError, PlanError):
+                # Bytes at the planned offsets of a replaced shard look like damaged weights.
+                _require_unmoved(job)
+                raise
 
-    with ShardSupply(source, needs, scratch) as supply:
-        transfer = _Transfer(supply, publisher, ranks)
-        try:
-            findings = convert(
-                plan,
-                shards,
-                transfer,
-                writing.claim.directory,
-                prepared.workers,
-                prepared.device,
-                writing.advance,
-                fast=prepared.fast,
-            )
-        except (SourceError, PlanError):
-            # Bytes at the planned offsets of a replaced shard look like damaged weights.
-            _require_unmoved(prepared)
-            raise
+        if self.publisher:
+            self.publisher.wait_for_uploads()
+        return findings
 
-    if publisher:
-        publisher.wait_for_uploads()
-    return findings
+    def _advance(self, nbytes: int) -> None:
+        """Report that `nbytes` more bytes of the source are converted; end if another rank has failed."""
+        self.job.ranks.check()
+        self.job.reporter.on_advance(nbytes)
 
+    def _finish_output(self, unfinished: Sequence[str], findings: WeightFindings) -> int:
+        """Write all other files, check the output and mark it as finished.
 
-def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFindings) -> int:
-    """Write all other files, check the output and mark it as finished.
+        Args:
+            unfinished: the shards that this run converted.
+            findings: what was found in their weights; what shards of an earlier run show is added.
 
-    Args:
-        writing: the run.
-        unfinished: the shards that it converted.
-        findings: what was found in their weights; what shards of an earlier run show is added.
+        Returns:
+            The number of shards of an earlier run that cannot be checked, since they are on the Hub.
+        """
+        job = self.job
+        layout = job.plan.layout
+        unread_shards = 0
 
-    Returns:
-        The number of shards of an earlier run that cannot be checked, since they are on the Hub.
-    """
-    prepared, claim = writing.prepared, writing.claim
-    plan, push, target = prepared.plan, prepared.run.push, prepared.target
-    unread_shards = 0
+        for name in {shard.name for shard in layout.shards}.difference(unfinished):
+            if (job.target / name).is_file():
+                earlier = check_written(job.target / name, layout.lay_out(name))
+                findings.not_finite.update(earlier.not_finite)
+                findings.lost_layers.update(earlier.lost_layers)
+            else:
+                unread_shards += 1
 
-    for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
-        if (target / name).is_file():
-            earlier = check_written(target / name, plan.layout.lay_out(name))
-            findings.not_finite.update(earlier.not_finite)
-            findings.lost_layers.update(earlier.lost_layers)
-        else:
-            unread_shards += 1
+        self._write_others(findings.lost_layers)
+        # A run that only pushes has deleted the shards that are on the Hub.
+        if not (job.run.push and job.run.push.only):
+            _check_finished(job.target, job.plan, self.claim.resumed)
+        self.claim.finish()
+        return unread_shards
 
-    _write_others(writing, findings.lost_layers)
-    # A run that only pushes has deleted the shards that are on the Hub.
-    if not (push and push.only):
-        _check_finished(target, plan, claim.resumed)
-    claim.finish()
-    return unread_shards
+    def _write_others(self, lost_layers: Set[str]) -> None:
+        """Write all files but shards, after checking that the source did not change during the run. The card names
+        layers of which many weights became zero.
+        """
+        source = self.job.source
+        claim = self.claim
 
+        _require_unmoved(self.job)
+        digests = source.digests(self.job.checkpoint)
+        copied = self.job.plan.files.keys() - self.generated.keys()
+        changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
+        if changed - copied:
+            raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
 
-def _publish(writing: _Writing, unfinished: list[str] | None) -> Published | None:
-    """Publish the output, if the run pushes. Only the first rank does it."""
-    prepared, publisher, push = writing.prepared, writing.publisher, writing.prepared.run.push
-    if publisher is None or push is None or not writing.ranks.first:
-        return None
+        for name in copied:
+            if name in changed or not claim.is_finished(name):
+                claim.directory.copy(source.root / name, name)
+        for name, data in self.generated.items():
+            if name == CARD_FILE:
+                data = with_notes(data.decode(), lost_notes(sorted(lost_layers))).encode()
+            if not claim.is_finished(name):
+                claim.directory.write(name, data)
 
-    evaluation: list[str] = []
-    if unfinished is None and not push.only:
-        evaluation = take_evaluation(publisher)
+    def _publish(self, unfinished: Sequence[str] | None) -> Published | None:
+        """Publish the output, if the run pushes. Only the first rank does it."""
+        job = self.job
+        if self.publisher is None or not job.ranks.first:
+            return None
 
-    writing.reporter.on_publishing(publisher.repo)
-    title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
-    return publisher.commit(sorted([*prepared.plan.files.keys() | writing.generated.keys(), *evaluation]), title)
+        evaluation: list[str] = []
+        if unfinished is None and not self.publisher.push.only:
+            evaluation = take_evaluation(self.publisher)
+
+        job.reporter.on_publishing(self.publisher.repo)
+        title = terminal(f"{job.source.name} in {summary.numbers(job.plan)} ({summary.title(job.plan)})")
+        return self.publisher.commit(sorted([*job.plan.files.keys() | self.generated.keys(), *evaluation]), title)
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:
@@ -368,7 +377,7 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
 
         source = repository_source(publisher.repo, publisher.revision)
         checkpoint = source.open()
-        fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+        fingerprint = source.fingerprint(checkpoint)
         if not fingerprint.matches(output["digest"], output.get("stamp", "")):
             evaluated = f"{publisher.repo}{at_sign}{revision}"
             raise SourceError(
@@ -398,79 +407,55 @@ def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
         ) from None
 
 
-def publisher_of(prepared: Prepared) -> Publisher | None:
+def publisher_of(job: Job) -> Publisher | None:
     """Return what publishes the output of a run; None if it is not published."""
-    plan, push = prepared.plan, prepared.run.push
-    if push is None:
+    if job.run.push is None:
         return None
-    return Publisher(push, prepared.target, plan.digest, [shard.name for shard in plan.layout.shards])
+    return Publisher(job.run.push, job.target, job.plan.digest, [shard.name for shard in job.plan.layout.shards])
 
 
-def generate_files(prepared: Prepared, leave_out: Container[str] = ()) -> dict[str, bytes]:
+def generate_files(job: Job, leave_out: Container[str] = ()) -> dict[str, bytes]:
     """Return the files that are written rather than copied.
 
     config.json is last, since engines take no directory without it for a model.
 
     Args:
-        prepared: options of the run, source checkpoint, complete plan and output directory. The source's card must be
-            on disk.
+        job: the run, with a complete plan. The source's card must be on disk.
         leave_out: names of files that are not needed.
 
     Returns:
         The contents of each file by its name.
     """
-    plan = prepared.plan
-    makers: dict[str, Callable[[], bytes]] = {CARD_FILE: lambda: _card(plan, prepared.source, prepared.target)}
+    plan = job.plan
+    makers: dict[str, Callable[[], bytes]] = {CARD_FILE: lambda: _card(plan, job.source, job.target)}
     if plan.source.indexed:
         makers[INDEX_FILE] = lambda: _index(plan)
     makers["config.json"] = lambda: _config(plan)
     return {name: make() for name, make in makers.items() if name not in leave_out}
 
 
-def _require_unmoved(prepared: Prepared) -> None:
+def _require_unmoved(job: Job) -> None:
     """Refuse a source that was written to since the plan was made.
 
     Raises:
         SourceError: a shard has another size, or other times.
     """
-    source, checkpoint = prepared.source, prepared.checkpoint
-    now = source.stamps(checkpoint)
+    source = job.source
+    now = source.stamps(job.checkpoint)
+
     # Without the inode, which some network file systems change now and then; a replaced file has another ctime anyway.
-    moved = [name for name, stamp in now.items() if stamp[:-1] != prepared.stamps[name][:-1]]
+    moved = [name for name, stamp in now.items() if stamp[:-1] != job.stamps[name][:-1]]
     if moved:
         path = source.root / min(moved)
         # That of a GGUF file is a link to it.
         if source.gguf is not None:
             path = path.resolve()
+
         # Run again, what was made of it is made anew; of one with another header the plan is another too.
         raise SourceError(
             f"{path} changed while it was being converted",
             "let nothing write to the model meanwhile, and run the same command again",
         )
-
-
-def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
-    """Write all files but shards, after checking that the source did not change during the run. The card names layers
-    of which many weights became zero.
-    """
-    prepared, claim, generated = writing.prepared, writing.claim, writing.generated
-    directory = claim.directory
-    source, plan = prepared.source, prepared.plan
-    _require_unmoved(prepared)
-    digests = source.digests(prepared.checkpoint)
-    copied = plan.files.keys() - generated.keys()
-    changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
-    if changed - copied:
-        raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
-
-    for name in copied:
-        if name in changed or not claim.is_finished(name):
-            directory.copy(source.root / name, name)
-    for name, data in generated.items():
-        if name == CARD_FILE:
-            data = with_notes(data.decode(), lost_notes(sorted(lost_layers))).encode()
-        if not claim.is_finished(name):
-            directory.write(name, data)
 
 
 def _card(plan: Plan, source: Source, target: Path) -> bytes:

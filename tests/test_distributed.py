@@ -21,7 +21,7 @@ from conftest import ROOT, Run, tree
 from openquant import compress
 from openquant.distributed import Ranks, Rendezvous
 from openquant.errors import OpenQuantError, UsageError
-from openquant.plan.decisions import Shard
+from openquant.plan.layout import Shard
 from support import small_checkpoints, starting
 from support.loopback_hub import LoopbackHub
 from support.starting import Command, Job

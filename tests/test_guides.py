@@ -106,7 +106,7 @@ def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
         path.parent.name.removeprefix("tiny-qwen3-"): json.loads(path.read_text())["kl"]["mean"]
         for path in tmp_path.glob("*/eval.json")
     }
-    assert kl["FP8"] == pytest.approx(0.0018, rel=0.25)
+    assert kl["FP8"] == pytest.approx(0.0033, rel=0.25)
     assert kl["FP8"] < kl["INT4-GPTQ"] < kl["INT4"]
 
 

@@ -1,7 +1,7 @@
 """Calibration: runs texts through a model, and uses what its layers do to quantize it with a smaller error.
 
-run           calibrate(): runs texts and writes the input statistics of the layers to a file; GPTQ in a run of
-              compress()
+run           calibrate(): runs texts and writes the input statistics of the layers to a file; what a run of compress()
+              calibrates before the final plan, and GPTQ after it
 observers     hooks that record absmax, mean magnitudes and mean squares of each layer's inputs, and absmax of keys and
               values
 smoothing     smoothing mappings: a smooth_layer, and the balance_layers that read its outputs; scales that move
@@ -10,7 +10,6 @@ smoothing     smoothing mappings: a smooth_layer, and the balance_layers that re
 gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
 gptq_pass     runs texts through a model, and rounds each layer by GPTQ with its Hessians, H = X'X over the tokens that
               go into it
-prepare       what a run of compress() calibrates before the final plan
 
 weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()
 or of GPTQ that was interrupted continues from its pass checkpoint (streaming/pass_checkpoint.py).

@@ -65,9 +65,11 @@ def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) 
     nonzero = diagonal > 0
     mean = float(diagonal[nonzero].mean()) if bool(nonzero.any()) else 1.0
     order = torch.argsort(diagonal, descending=True, stable=True)
+
     # An upper triangular root in act-order is a lower triangular one, which torch computes, in reversed order.
     reversed_order = order.flip(0)
-    damping, failed = DAMPING, torch.ones((), dtype=torch.int32, device=hessian.device)
+    damping = DAMPING
+    failed = torch.ones((), dtype=torch.int32, device=hessian.device)
     while int(failed):
         root = hessian[reversed_order[:, None], reversed_order].double()
         root.diagonal()[~nonzero[reversed_order]] = mean
@@ -75,10 +77,13 @@ def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) 
         # In place: the transpose has LAPACK's memory order, so that no copy is made.
         torch.linalg.cholesky_ex(root.mT, out=(root.mT, failed))
         damping *= DAMPING_GROWTH
+
     lower = root.mT
     lower /= lower.diagonal().clone()
+
     # A panel at a time, since root and coefficients are in memory together.
-    coefficients, size = torch.empty_like(hessian, dtype=dtype), len(hessian)
+    size = len(hessian)
+    coefficients = torch.empty_like(hessian, dtype=dtype)
     for low in range(0, size, PANEL):
         high = min(low + PANEL, size)
         coefficients[size - high : size - low] = lower[low:high].flip(0, 1)
@@ -103,7 +108,13 @@ def round_columns(
         (q - zero_point) * scale dequantizes it.
     """
     rows, cols = weight.shape
-    order, height = propagation.order, fmt.group[0] or rows
+    order = propagation.order
+    height = fmt.group[0] or rows
+
+    def of_rows(values: Tensor) -> Tensor:
+        """[rows / height, groups] -> [groups, rows]."""
+        return values.to(weight.dtype).T.repeat_interleave(height, 1)[:, :rows].contiguous()
+
     # Transposed, so that each column is contiguous.
     columns = weight.T[order].contiguous()
     rounding = _ColumnRounding(
@@ -112,12 +123,11 @@ def round_columns(
         propagation.coefficients,
         fmt.number,
         torch.div(order, fmt.group[1] or cols, rounding_mode="floor").tolist(),
-        scale.to(weight.dtype).T.repeat_interleave(height, 1)[:, :rows].contiguous(),
-        None
-        if zero_point is None
-        else zero_point.to(weight.dtype).T.repeat_interleave(height, 1)[:, :rows].contiguous(),
+        of_rows(scale),
+        None if zero_point is None else of_rows(zero_point),
     )
     rounding.round_range(0, cols)
+
     quotients = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)
     quotients.T[order] = columns.float()
     return quotients

@@ -342,6 +342,7 @@ def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[Bits]
     step = min(rows, max(1, WEIGHTS_AT_ONCE // (cols * multiple)) * multiple)
     block = np.empty((step, cols), BITS_TYPE[weight.dtype])
     filled = 0
+
     for bits in reader.rows(weight, multiple):
         while len(bits):
             count = min(len(bits), step - filled)
@@ -350,6 +351,7 @@ def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[Bits]
             if filled == step:
                 yield block
                 filled = 0
+
     if filled:
         yield block[:filled]
 

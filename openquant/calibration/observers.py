@@ -309,9 +309,11 @@ def find_hook_points(
     linears: dict[str, RunningStatistics] = {}
     experts: dict[str, ExpertWeights[RunningStatistics]] = {}
     layers = set(model.layers)
+
     for name, module in model.model.named_modules():
         if model.unit_of(name) not in layers:
             continue
+
         if isinstance(module, nn.Linear) and (tensors := model.made_of.get(f"{name}.weight")):
             linears[name] = RunningStatistics(tensors, module.in_features)
         elif holds_experts(module):

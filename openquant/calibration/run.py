@@ -2,8 +2,10 @@
 
 Several ranks share the texts of calibrate(). The first merges the statistics of all, and writes the file.
 
-Layers that GPTQ rounded lie in `OUTPUT.rounded` beside the output, a file for each decoder layer, until the output is
-finished.
+A run of compress() finds here what its plan lacks (`run_texts`), so that the plan can be made again with it: input
+statistics, and the scales of SmoothQuant and AWQ that come from these and from the weights. GPTQ's Hessians come later,
+while layers are rounded (`apply_gptq`). Layers that GPTQ rounded lie in `OUTPUT.rounded` beside the output, a file for
+each decoder layer, until the output is finished.
 
 torch and transformers are imported only when a model is run.
 """
@@ -12,38 +14,62 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..convert.conversion import COMPILED_MEMORY, loops
 from ..distributed import Ranks
-from ..errors import UsageError
-from ..files.checkpoint import Checkpoint, Fingerprint
-from ..files.destination import Destination, taken_by
+from ..errors import PlanError, UsageError
+from ..files.checkpoint import Checkpoint
+from ..files.destination import Destination, Needs, require_space, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
-from ..hub.source import Source, model_folder
-from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
-from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, files_read, verb
-from ..plan.decisions import rounded_bytes
+from ..formats.numbers import Floats
+from ..hub.source import Source, model_folder, supply_shards
+from ..job import Job, Opened, claim_of, file_places, model_place, open_source
+from ..machine import resident
+from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
+from ..patterns import collapse
+from ..plan import summary
+from ..plan.decisions import PlanOptions, rounded_bytes
 from ..plan.plan import Plan
+from ..recipes import Request
 from ..result import Place, Preview, Reporter
-from ..streaming.memory import calibration_steps, gptq_steps, hessian_memory, memory_left
+from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, hessian_memory, memory_left
 from ..streaming.session import (
     BUDGET,
+    TEXTS_OR_CHECKPOINTS,
     Scratch,
+    ShardProvider,
     checked_progress,
     find_tokenizer,
     hidden_bytes,
     part_path,
-    require_same,
     streamed_run,
     vocabulary_of,
+    work_as_shards_arrive,
 )
 from ..version import __version__
+from ..weights.reading import Reader
 from ..weights.statistics import SUFFIX, Calibration, calibrations, read_calibration
+from ..weights.weight import WeightTransforms
+from .smoothing import (
+    MappingTransforms,
+    SmoothingMapping,
+    apply_smoothing,
+    awq_scale,
+    combine_transforms,
+    mapping_shards,
+    search_memory,
+    smoothquant_scale,
+    usable_mappings,
+    with_importance,
+)
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
@@ -69,31 +95,22 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _calibrate(options, texts, ranks, reporter or Reporter()))
+        return ranks.all_do(lambda: _calibrate(options, texts, ranks, reporter or Reporter()))
 
 
 def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
-    options = replace(options, device=find_device(options.device, ranks.local_rank))
-    inputs = _check_inputs(options, texts, ranks)
-    _run(inputs, options, ranks, reporter)
-    return inputs.target.path
+    opened, corpus, target = _check_inputs(options, texts, ranks, reporter)
+    _run(opened, corpus, target, options.scratch)
+    return target.path
 
 
-class _Inputs(NamedTuple):
-    """What a calibration reads, opened and checked; `target` is the file that it writes."""
-
-    source: Source
-    checkpoint: Checkpoint
-    fingerprint: Fingerprint
-    corpus: Corpus
-    target: Destination
-
-
-def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Inputs:
+def _check_inputs(
+    options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter
+) -> tuple[Opened, Corpus, Destination]:
     """Open the model, read the texts, and refuse what cannot be done, before anything is computed or written."""
-    source, checkpoint = open_model(options.model, options.revision, options.stream)
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    opened = open_source(Run(**values_for(Run, vars(options))), ranks, reporter)
+    source = opened.source
     option = ""
     path = source.default_path(f"{source.name}{SUFFIX}")
     if options.out is not None:
@@ -101,12 +118,12 @@ def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> 
         path = Path(options.out)
 
     # An older calibration of the same model is replaced, with `overwrite` that of any.
-    kind = calibrations(None if options.overwrite else fingerprint.matches)
+    kind = calibrations(None if options.overwrite else opened.fingerprint().matches)
     taken = taken_by([model_folder(options.model)], files_read(vars(texts)))
     target = Destination(path, option, kind, taken, elsewhere="name another file with -o")
     target.require()
-    memory_left(options.max_memory, calibration_steps(checkpoint, texts.length))
-    return _Inputs(source, checkpoint, fingerprint, read_texts(source, checkpoint, texts, ranks), target)
+    memory_left(options.max_memory, calibration_steps(opened.checkpoint, texts.length))
+    return opened, read_texts(source, opened.checkpoint, texts, ranks), target
 
 
 def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
@@ -122,14 +139,13 @@ def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
     Raises:
         OpenQuantError: calibrate() would refuse it.
     """
-    device = find_device(options.device, 0)
-    source, checkpoint, _, corpus, target = _check_inputs(options, texts, Ranks())
+    opened, corpus, target = _check_inputs(options, texts, Ranks(), Reporter())
     replaced = ", which is replaced" if target.path.exists() else ""
     return Preview(
-        reads=(model_place(source, checkpoint), *file_places(vars(texts))),
-        does=(f"{corpus.described} run through the model on {device}",),
+        reads=(model_place(opened.source, opened.checkpoint), *file_places(vars(texts))),
+        does=(f"{corpus.described} run through the model on {opened.device}",),
         writes=(Place(str(target.path.absolute()), f"a calibration{replaced}"),),
-        download_bytes=source.remote_bytes(checkpoint.shards),
+        download_bytes=opened.source.remote_bytes(opened.checkpoint.shards),
         notes=corpus.notes,
     )
 
@@ -144,14 +160,14 @@ def calibration_path(source: Source, output: Path) -> Path:
     return output.parent / f"{source.name}{SUFFIX}"
 
 
-def find_calibration(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
+def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
     """Calibrate a model in a run of compress(), or read the file of an earlier run with the same texts.
 
+    All ranks call this together.
+
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
         texts: options that say which texts, how many and how long.
-        ranks: the processes of this run, all of which call this together.
-        reporter: receives notes and progress.
 
     Returns:
         The calibration, with statistics of the inputs of layers; the same in all ranks.
@@ -163,36 +179,30 @@ def find_calibration(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, 
         OutputError: the file or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    run = prepared.run
-    source = prepared.source
-    checkpoint = prepared.checkpoint
-    path = calibration_path(source, prepared.target)
-    taken = taken_by([model_folder(run.model)], files_read(vars(texts)), [prepared.target])
+    run = job.run
+    path = calibration_path(job.source, job.target)
+    taken = taken_by([model_folder(run.model)], files_read(vars(texts)), [job.target])
     target = Destination(path, "", calibrations(), taken, elsewhere="name another output with -o")
     target.require()
 
-    corpus = read_texts(source, checkpoint, texts, ranks)
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    corpus = read_texts(job.source, job.checkpoint, texts, job.ranks)
     calibration = None
     if path.exists() and path.stat().st_size and not run.overwrite:
         calibration = read_calibration(path)
         same_texts = calibration.texts.get("sha256") == corpus.sha256
-        if not same_texts or not fingerprint.matches(calibration.model, calibration.stamp):
+        if not same_texts or not job.fingerprint().matches(calibration.model, calibration.stamp):
             raise UsageError(
                 f"{path} is a calibration of another model or with other texts",
                 f"give --calibration {path} to use it, or --overwrite to replace it",
             )
 
     # All ranks must look for the file before the first writes it.
-    ranks.agree(None)
+    job.ranks.agree(None)
     if calibration is not None:
         return calibration
 
-    options = Calibrate(
-        run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
-    )
-    _run(_Inputs(source, checkpoint, fingerprint, corpus, target), options, ranks, reporter, f"; kept in {path}")
-    ranks.agree(None)
+    _run(job, corpus, target, where=f"; kept in {path}")
+    job.ranks.agree(None)
     return read_calibration(path)
 
 
@@ -217,48 +227,63 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
 
     tokenizer = find_tokenizer(source, checkpoint)
     corpus = read_corpus(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
-    require_same(ranks, [corpus.sha256, dict(checkpoint.shards)])
+    ranks.require_same([corpus.sha256, dict(checkpoint.shards)], TEXTS_OR_CHECKPOINTS)
     return corpus
 
 
-def _run(inputs: _Inputs, options: Calibrate, ranks: Ranks, reporter: Reporter, where: str = "") -> None:
-    """Run texts through a model; the first rank writes the statistics of all ranks. `where` ends the first line."""
+def _run(
+    opened: Opened,
+    corpus: Corpus,
+    target: Destination,
+    directory: str | os.PathLike[str] | None = None,
+    where: str = "",
+) -> None:
+    """Run texts through a model; the first rank writes the statistics of all ranks.
+
+    Args:
+        opened: the model.
+        corpus: the texts.
+        target: the file that is written.
+        directory: where hidden states and streamed shards are kept; None for beside that file.
+        where: ends the first line that is reported.
+    """
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
-    source, checkpoint, fingerprint, corpus, target = inputs
-    path = target.path
+    ranks = opened.ranks
+    checkpoint = opened.checkpoint
+    fingerprint = opened.fingerprint()
     about = {
         "weights": fingerprint.stamp,
         "texts": corpus.sha256,
         "number of ranks": str(ranks.size),
         "versions of libraries": f"openquant {__version__}, transformers {version('transformers')}",
     }
-    pass_checkpoint = PassCheckpoint(part_path(path, ranks), about)
-    reporter.on_note(_describe(corpus.described, corpus, pass_checkpoint) + where)
+    pass_checkpoint = PassCheckpoint(part_path(target.path, ranks), about)
+    opened.reporter.on_note(_describe(corpus.described, corpus, pass_checkpoint) + where)
 
-    directory = path.absolute().parent if options.scratch is None else Path(options.scratch)
-    free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
-    documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
-    model = StreamedModel(checkpoint, device=options.device)
-    hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
+    free = memory_left(opened.run.max_memory, calibration_steps(checkpoint, corpus.length))
     budget = BUDGET if free is None else free
-    place = Scratch(directory, budget, options.stream, ranks.local_size)
-    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
+    place = Scratch(Path(directory or target.path.absolute().parent), budget, opened.run.stream, ranks.local_size)
+    documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
+    hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
+    model = StreamedModel(checkpoint, device=opened.device)
+
+    with streamed_run([(opened.source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
         statistics, kv_absmax = observe_inputs(
             model,
             corpus,
             scratch=scratch,
             ranks=ranks,
-            progress=checked_progress(ranks, reporter.on_progress),
+            progress=checked_progress(ranks, opened.reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
         # Shards that no text went through are read now.
         digest = fingerprint.hexdigest()
 
-    require_same(ranks, digest)
+    ranks.require_same(digest, TEXTS_OR_CHECKPOINTS)
     if ranks.first:
         target.write(Calibration(statistics, digest, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.
@@ -272,16 +297,14 @@ def _describe(what: str, corpus: Corpus, pass_checkpoint: PassCheckpoint) -> str
     return "; ".join((what, *corpus.notes, *continued))
 
 
-def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> Plan:
+def apply_gptq(job: Job, corpus: Corpus) -> Plan:
     """Round the layers of a plan by GPTQ, so that the conversion copies them. Layers of an earlier run are reused.
 
     The first rank does it. All others wait, and use what it has written.
 
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
         corpus: the calibration texts, as tokens.
-        ranks: the processes of this run, all of which call this together.
-        reporter: receives notes and progress.
 
     Returns:
         The plan with the places of rounded tensors.
@@ -293,56 +316,55 @@ def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Repor
         OutputError: rounded layers or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    places = in_all_ranks(ranks, lambda: _round_layers(prepared, corpus, ranks, reporter) if ranks.first else None)
+    places = job.ranks.all_do(lambda: _round_layers(job, corpus) if job.ranks.first else None)
     if places is None:
-        places = rounded_layer_store(prepared.target, _digest(prepared)).places()
-    return prepared.plan.with_rounded(places)
+        places = rounded_layer_store(job.target, _digest(job)).places()
+    return job.plan.with_rounded(places)
 
 
-def missing_bytes(prepared: Prepared) -> int:
+def missing_bytes(job: Job) -> int:
     """Return the bytes of disk that rounded layers will still take, in addition to those that are there.
 
     Args:
-        prepared: options of the run, source checkpoint, plan and output directory.
+        job: the run.
     """
-    return max(0, rounded_bytes(prepared.plan.gptq_rounded) - rounded_layer_store(prepared.target).nbytes)
+    return max(0, rounded_bytes(job.plan.gptq_rounded) - rounded_layer_store(job.target).nbytes)
 
 
-def _digest(prepared: Prepared) -> str:
+def _digest(job: Job) -> str:
     """Return the SHA-256 of all that the rounded layers follow from. Layers of another digest are of another run."""
-    facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
+    facts = [job.plan.digest, dict(job.stamps), [version(name) for name in ("torch", "transformers")]]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> dict[str, TensorPlace]:
+def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
     """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
 
-    plan = prepared.plan
-    source = prepared.source
-    run = prepared.run
-    digest = _digest(prepared)
-    store = rounded_layer_store(prepared.target, digest)
+    plan = job.plan
+    ranks = job.ranks
+    reporter = job.reporter
+    digest = _digest(job)
+    store = rounded_layer_store(job.target, digest)
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
     reporter.on_note(_describe(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
 
     # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
-    free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
-    fast = prepared.fast and (free is None or free > COMPILED_MEMORY)
+    free = memory_left(job.run.max_memory, gptq_steps(job.checkpoint, plan, corpus.length), refuse=False)
+    fast = job.fast and (free is None or free > COMPILED_MEMORY)
     half = max_hessian_bytes = BUDGET
     if free is not None:
         half = (free - fast * COMPILED_MEMORY) // 2
         max_hessian_bytes = hessian_memory(plan) + half
 
-    model = StreamedModel(prepared.checkpoint, device=prepared.device)
-    fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
-    hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
-    place = Scratch(prepared.target.absolute().parent, half, run.stream)
-    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=False, models=[model]) as scratch:
+    model = StreamedModel(job.checkpoint, device=job.device)
+    hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
+    place = Scratch(job.target.absolute().parent, half, job.run.stream)
+    with streamed_run([(job.source, job.fingerprint())], hidden, place, ranks, hashes=False, models=[model]) as scratch:
         places = round_layers(
             model,
             plan,
@@ -371,3 +393,258 @@ def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
         The store in the directory `OUTPUT.rounded`, with one file for each decoder layer; nothing is read yet.
     """
     return LayerStore(target.with_name(f"{target.name}.rounded"), digest)
+
+
+# Chooses the scale of a mapping, float32 [channels], or says why there is none; called from several threads.
+ChooseScale = Callable[[SmoothingMapping, Reader], Floats | str]
+
+
+def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
+    """Estimate the memory of each step of the calibration that a plan needs.
+
+    Args:
+        opened: the opened source.
+        plan: the plan; what it lacks (statistics, rounded layers) says which steps there are.
+        length: tokens of each text.
+
+    Returns:
+        Name and bytes of memory of each step, in order; empty if the plan lacks nothing.
+    """
+    steps: list[MemoryStep] = []
+    if "activations" in plan.lacks:
+        path = calibration_path(opened.source, opened.output_directory(summary.suffix(plan)))
+        if path.exists() and not opened.run.overwrite:
+            steps.append(MemoryStep("reading texts", 0))
+        else:
+            steps += calibration_steps(opened.checkpoint, length)
+    if "Hessians" in plan.lacks:
+        steps += gptq_steps(opened.checkpoint, plan, length)
+    if "smoothing" in plan.lacks:
+        steps.append(MemoryStep("choosing smoothing scales", search_memory(plan), models=bool(steps)))
+    return steps
+
+
+def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None]:
+    """Run texts through the model to find what a plan lacks. All ranks call this together.
+
+    Args:
+        job: the run.
+        request: the options that the plan was made with.
+
+    Returns:
+        The plan's options with what the plan lacked (calibration, description of GPTQ's texts, transforms), to make
+        the final plan with; and the texts for GPTQ, None unless the plan lacks Hessians. All ranks get the same.
+
+    Raises:
+        OutputError: the output, hidden states or shards cannot be written, or another rank has failed.
+        SourceError: the model, a weight or a text cannot be read, or ranks read different ones.
+        PlanError: SmoothQuant was requested for a quantized source.
+        UsageError: the file beside the output is no calibration, or one of another model or with other texts; options
+            of the texts do not make sense; or memory or the disk for streamed shards is too small.
+        OpenQuantError: transformers' model fails on these weights or texts.
+    """
+    lacks = job.plan.lacks
+    options = request.options
+    corpus = None
+
+    _require_room(job, request.texts)
+    if "activations" in lacks:
+        options = replace(options, calibration=find_calibration(job, request.texts))
+    if "Hessians" in lacks:
+        corpus = read_texts(job.source, job.checkpoint, request.texts, job.ranks)
+        options = replace(options, gptq=corpus.account)
+    if "smoothing" in lacks:
+        assert options.calibration is not None
+        options = replace(options, transforms=choose_transforms(job, request.recipe, options.calibration))
+    return options, corpus
+
+
+def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
+    """Return the disk space that a run with a calibration needs.
+
+    Args:
+        job: the run, with the plan before the calibration.
+        texts: options that say how many texts, and how long.
+
+    Returns:
+        What is written at the same time, for the output and for the forward pass before it, the larger first; empty if
+        the output is complete.
+
+    Raises:
+        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
+    """
+    plan = job.plan
+    source = job.source
+
+    # The card and config.json of this plan are not final; they are small, so none are passed.
+    missing = claim_of(job, {}, rounded=rounded_bytes(plan.gptq_rounded)).missing_bytes(final=False)
+    if not missing:
+        return []
+
+    # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
+    passing = hidden_bytes(job.checkpoint, texts.samples * texts.length)
+    free = memory_left(job.run.max_memory, texts_steps(job, plan, texts.length), refuse=False)
+    if passing > (BUDGET if free is None else free // 2):
+        passing *= 2
+
+    # A calibration has three float32 statistics for each input of each layer.
+    calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
+    parent = job.target.absolute().parent
+    cached = []
+    if source.remote and not job.run.stream:
+        cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
+
+    # The files of the forward pass are deleted before the output is written.
+    output: Needs = [(job.target, missing), (parent, calibration), *cached]
+    forward: Needs = [(parent, passing + calibration), *cached]
+    return [output, forward] if missing >= passing else [forward, output]
+
+
+def _require_room(job: Job, texts: CalibrationTexts) -> None:
+    """Refuse an output that does not fit on its disk, before texts run for hours."""
+
+    def require() -> None:
+        for needs in texts_needs(job, texts):
+            require_space(needs)
+
+    job.ranks.first_does(require)
+
+
+def choose_transforms(job: Job, recipe: Recipe, calibration: Calibration) -> WeightTransforms:
+    """Choose AWQ's or SmoothQuant's scales for a model; for AWQ also how the search for scales weighs errors.
+
+    All ranks call this together and get the same.
+
+    Args:
+        job: the run, with a plan without smoothing.
+        recipe: options of the output, with `awq` or `smooth`.
+        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
+
+    Returns:
+        Factors of rows and columns and importance of columns of weights by full module name, new bytes of norms and
+        biases by tensor name, and notes.
+
+    Raises:
+        PlanError: SmoothQuant was requested for a quantized source.
+        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
+            number of inputs.
+        OutputError: shards cannot be written, or another rank has failed.
+        UsageError: the disk has too little space for shards that are streamed.
+    """
+    plan = job.plan
+    if recipe.awq:
+        choose: ChooseScale = partial(awq_scale, plan=plan, calibration=calibration)
+        return with_importance(smoothing_transforms(job, "AWQ", choose), plan, calibration)
+
+    exponent = recipe.smooth
+    assert exponent is not None
+    if summary.has_quantized_source(plan):
+        raise PlanError(
+            f"{job.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
+            "start from the unquantized model, or leave --smooth out",
+        )
+    choose = partial(smoothquant_scale, plan=plan, calibration=calibration, exponent=exponent)
+    return smoothing_transforms(job, f"SmoothQuant {exponent:g}", choose)
+
+
+def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTransforms:
+    """Choose a scale for each usable smoothing mapping of a plan, in threads.
+
+    All ranks call this together and get the same.
+
+    Args:
+        job: the run, with a plan without smoothing.
+        name: name of the method, for notes and the model card, such as "SmoothQuant 0.5".
+        choose: called with a mapping and a reader of the source, from several threads at once; returns the
+            mapping's scale, float32 [channels], or a text that says why there is none.
+
+    Returns:
+        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, notes
+        that say which mappings are not used and why, and a title for the model card, "" if none is used.
+
+    Raises:
+        SourceError: a shard cannot be downloaded, or a norm or bias cannot be read.
+        OutputError: shards cannot be written, or another rank has failed.
+        UsageError: the disk has too little space for shards that are streamed.
+        BaseException: what `choose` raises.
+    """
+    plan = job.plan
+    usable = usable_mappings(plan)
+    if usable.mappings:
+        job.reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
+
+    outcomes = _ScaleSearch(job, usable.mappings, choose).run()
+    parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
+
+    unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
+    for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
+        if isinstance(outcome, str):
+            unused.setdefault(outcome, []).append(mapping.smooth_layer)
+
+    total = len(outcomes) + sum(map(len, usable.unused.values()))
+    if not total:
+        notes = [f"{name} changes nothing: no smoothing mappings of {plan.model.name} are known"]
+    else:
+        notes = [f"{name}: inputs are divided by powers of two in {len(parts)} of {total} smoothing mappings"]
+    notes += [f"no smoothing at {', '.join(collapse(layers))}: {reason}" for reason, layers in unused.items()]
+
+    transforms = combine_transforms(parts, plan)
+    title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
+    return WeightTransforms(transforms.weights, transforms.tensors, tuple(notes), title)
+
+
+class _ScaleSearch:
+    """One call of `smoothing_transforms`: what was chosen so far, for each mapping by its number."""
+
+    def __init__(self, job: Job, mappings: Sequence[SmoothingMapping], choose: ChooseScale) -> None:
+        self.job = job
+        self.mappings = mappings
+        self.choose = choose
+        self.outcomes: dict[int, MappingTransforms | str] = {}
+
+        layers = job.plan.layers
+        self.layer_counts = [
+            sum(name in layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in mappings
+        ]
+        self.done = 0
+        self.lock = threading.Lock()
+
+    def run(self) -> list[MappingTransforms | str]:
+        """For each mapping what it changes, or why it is not used."""
+        stream = self.job.run.stream
+        ranks = self.job.ranks
+        source = self.job.source
+        directory = self.job.target.absolute().parent
+
+        tasks = [(str(number), number) for number in range(len(self.mappings))]
+        needs: dict[str, list[str]] = {}
+        if source.remote:
+            needs = {what: mapping_shards(self.mappings[number], self.job.plan) for what, number in tasks}
+        if needs and stream:
+            directory.mkdir(parents=True, exist_ok=True)
+
+        with supply_shards([(source, needs)], stream, directory, times=ranks.local_size) as [supply]:
+            begin = partial(self._begin, supply)
+            work_as_shards_arrive(tasks, supply, begin, self._workers(), threading.Event(), ranks)
+        return [self.outcomes[number] for _, number in tasks]
+
+    def _workers(self) -> int:
+        """How many threads memory allows."""
+        workers = self.job.workers
+        limit = self.job.run.max_memory
+        per_thread = search_memory(self.job.plan)
+        if limit is None or not per_thread:
+            return workers
+        return max(1, min(workers, (limit - resident()) // per_thread))
+
+    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
+        return partial(self._choose_scale, Reader(self.job.plan.decoded.where, supply.path))
+
+    def _choose_scale(self, reader: Reader, number: int) -> None:
+        plan = self.job.plan
+        mapping = self.mappings[number]
+        scale = self.choose(mapping, reader)
+        self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
+        with self.lock:
+            self.done += self.layer_counts[number]
+            self.job.reporter.on_progress(self.done, sum(self.layer_counts), "layers")

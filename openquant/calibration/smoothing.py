@@ -770,10 +770,12 @@ def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calib
             continue
         if inputs is None or inputs.square is None:
             continue
+
         transform = weights.get(module, WeightTransform())
         factors = np.ones(1) if transform.columns is None else transform.columns.astype(np.float64)
         square = np.minimum(inputs.square / factors**2, np.finfo(np.float32).max)
         weights[module] = replace(transform, importance=square.astype(np.float32))
+
     weighed = replace(transforms, weights=weights)
     note = f"the search for scales of {weighed.weighed} layers weighs errors by the mean squares of inputs"
     return replace(weighed, notes=(*transforms.notes, note))

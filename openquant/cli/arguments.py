@@ -98,10 +98,12 @@ class Parser(argparse.ArgumentParser):
         self.version = version
         self.by_flag = by_flag
         self.shows_all = False
+
         words = f"python {prog}" if prog.endswith(".py") else prog
         epilog = "".join(f"\n  {words} {example}" for example in examples)
         if epilog:
             epilog = f"examples:{epilog}"
+
         super().__init__(
             prog=prog,
             usage=f"{words} {usage}".replace("%", "%%"),
@@ -221,9 +223,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _add(group: argparse._ActionsContainer, name: str, option: options.Option, positional: bool) -> argparse.Action:
+    """Add an option to a group of a parser."""
     settings: dict[str, Any] = {"help": option.summary}
     if option.value is not None:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
+
     if positional:
         if option.repeated:
             settings["nargs"] = "+"
@@ -236,8 +240,10 @@ def _add(group: argparse._ActionsContainer, name: str, option: options.Option, p
         settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
         added = group.add_argument(*options.flags_of(name, option), *option.also, **settings)
         vars(added)["also"] = option.also
+
     if option.completes:
-        vars(added)["complete"] = option.completes  # shtab reads it
+        # shtab reads it.
+        vars(added)["complete"] = option.completes
     return added
 
 

@@ -58,30 +58,35 @@ class Call:
         """Return the given values of the options of some classes, by name."""
         return {name: value for kind in kinds for name, value in options.values_for(kind, self.given).items()}
 
-    def show(self, to_json: Callable[[], dict[str, Any]], text: Callable[[int], str]) -> int:
-        """Print the result: with --json an object, else the text for lines of so many characters.
+    def show(self, result: Any, text: Callable[..., str], *more: Any) -> int:
+        """Print the result: with --json an object, else its text.
+
+        Args:
+            result: a dictionary, or what has `to_json()`.
+            text: makes the text of the result, of `more`, and of the number of characters in a line.
+            more: what the text needs besides.
 
         Returns:
             The exit code, 0.
         """
         self.interrupts.check()
         if self.command.json:
-            console.print_json(to_json(), self.interrupts)
+            console.print_json(result if isinstance(result, dict) else result.to_json(), self.interrupts)
         else:
-            console.require_printed(console.say(text(console.columns()), sys.stdout))
+            console.require_printed(console.say(text(result, *more, console.columns()), sys.stdout))
         return 0
 
     def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:
         """Print a result of a few lines, which may quote others: with --json the object."""
         from ..report.cells import join_lines
 
-        return self.show(lambda: value, lambda _: join_lines(lines))
+        return self.show(value, lambda *_: join_lines(lines))
 
     def show_preview(self, preview: Preview) -> int:
         """Print what the verb would do."""
         from ..report.text import preview_text
 
-        return self.show(preview.to_json, partial(preview_text, preview))
+        return self.show(preview, preview_text)
 
     def say_written(self, *files: Path | Destination | None) -> None:
         """Say which files were written, after the result; with --json or --quiet nothing is said."""
@@ -311,7 +316,7 @@ def _diagnose(call: Call) -> int:
 
     with closing(console.Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
         diagnosis = diagnose(**call.values(options.Diagnose), reporter=reporter)
-    return call.show(diagnosis.to_json, partial(diagnosis_text, diagnosis, call.command.verbose))
+    return call.show(diagnosis, diagnosis_text, call.command.verbose)
 
 
 def _explain(call: Call) -> int:
@@ -320,8 +325,7 @@ def _explain(call: Call) -> int:
     from ..api import explain
     from ..report.text import explanation_text
 
-    explanation = explain(**chosen)
-    return call.show(explanation.to_json, partial(explanation_text, explanation))
+    return call.show(explain(**chosen), explanation_text)
 
 
 def _fit(call: Call) -> int:
@@ -338,8 +342,7 @@ def _fit(call: Call) -> int:
     from ..fit.table import fit_table
     from ..report.fit import fit_text
 
-    found = fit_table(**call.values(options.CompareSchemes))
-    return call.show(found.to_json, partial(fit_text, found))
+    return call.show(fit_table(**call.values(options.CompareSchemes)), fit_text)
 
 
 def _search(call: Call) -> int:
@@ -357,7 +360,7 @@ def _search(call: Call) -> int:
 
         page.write(render_page(searched_page(found)).encode())
     if command.json or not command.quiet:
-        call.show(found.to_json, partial(frontier_text, found))
+        call.show(found, frontier_text)
     call.say_written(page)
     return 0
 
@@ -421,11 +424,10 @@ class _Figures(console.Terminal):
         from ..report.text import evaluation_text
 
         self.close()
-        figures = evaluation.to_json()
         try:
             if self.call.command.json:
                 console.say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
-            self.call.show(lambda: figures, partial(evaluation_text, figures, evaluation.notes))
+            self.call.show(evaluation.to_json(), evaluation_text, evaluation.notes)
         except OpenQuantError as error:
             self.unprinted = error
 
@@ -490,7 +492,7 @@ def _verify(call: Call) -> int:
         if report.source is None:
             option = "--source MODEL --full"
         report = replace(report, notes=(*report.notes, f"codes were not compared: {option} does that"))
-    call.show(report.to_json, partial(verification_text, report))
+    call.show(report, verification_text)
     return EXIT_PROBLEMS if report.problems else 0
 
 
@@ -519,7 +521,7 @@ def _completion(call: Call) -> int:
         raise UsageError("--dry-run is for install: a script is only printed", "leave --dry-run out")
 
     script = _completion_script(shell)
-    return call.show(lambda: {"shell": shell, "script": script}, lambda _: script)
+    return call.show({"shell": shell, "script": script}, lambda *_: script)
 
 
 def _install_completion(call: Call) -> int:
@@ -603,8 +605,7 @@ def _env(call: Call) -> int:
     from ..environment import describe_environment
     from ..report.text import environment_text
 
-    found = describe_environment()
-    return call.show(lambda: found, partial(environment_text, found))
+    return call.show(describe_environment(), environment_text)
 
 
 VERBS: Mapping[str, Callable[[Call], int]] = {

@@ -208,8 +208,10 @@ class Terminal(Reporter):
         self.verbose = command.verbose and not command.json
         self.lines = command.progress == "json"
         self.progress: Progress | None = None
+
         self.own_stage = stage
         self.stage = stage
+
         self.plan: Plan | None = None
         self.planned_lines: frozenset[str] = frozenset()
         self.printed_notes: set[str] = set()

@@ -33,19 +33,19 @@ from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, f
 from ..formats.numbers import Codes, Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import Scheme
 from ..machine import first_line
-from ..plan.decisions import (
-    CopyBytes,
+from ..plan.layout import (
     CopyRounded,
     CopyScale,
+    CopyTensor,
     Decode,
     Encode,
-    Job,
     PutBytes,
     Shard,
     ShardLayout,
     TransformWeight,
     Unstack,
     WeightPlace,
+    Write,
     stored_as,
     weight_kinds,
 )
@@ -73,7 +73,7 @@ COMPILED_MEMORY = 176 << 20
 # Number of weights from which on the compiled loops save more time than loading and compiling them takes.
 LARGE = 2 << 30
 
-# Copies of at least this many bytes are the first jobs of a shard, so that other workers are busy meanwhile.
+# Copies of at least this many bytes are the first writes of a shard, so that other workers are busy meanwhile.
 LONG = 128 << 20
 
 Progress = Callable[[int], None]
@@ -89,6 +89,7 @@ def worker_memory(plan: Plan, device: str) -> int:
     multiples = {scheme.format.height for scheme in plan.decisions.schemes} or {1}
     largest_piece = BUFFER
     temporary = 0
+
     for weight in weight_kinds(plan.decisions):
         piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
         largest_piece = max(largest_piece, piece)
@@ -96,6 +97,7 @@ def worker_memory(plan: Plan, device: str) -> int:
         if weight.decodes_transposed:
             decoding += weight.shape[0] * weight.shape[1] * 2
         temporary = max(temporary, decoding)
+
     # torch allocates pinned memory in powers of two.
     buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
     # One buffer for reading, two for writing.
@@ -209,37 +211,37 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
     buffer = np.empty(BUFFER, np.uint8)
 
     with SourceFile(path, layout.name) as file:
-        for job in layout.jobs:
-            match job:
-                case CopyBytes():
-                    name = job.label
-                    nbytes = job.nbytes
-                    dtype = job.dtype
+        for write in layout.writes:
+            match write:
+                case CopyTensor():
+                    name = write.tensor.name
+                    nbytes = write.tensor.nbytes
+                    dtype = write.tensor.dtype
                 case Unstack() | TransformWeight():
-                    name = _name(job.weight)
-                    nbytes = job.weight.nbytes
-                    dtype = job.weight.source.dtype
+                    name = _name(write.weight)
+                    nbytes = write.weight.nbytes
+                    dtype = write.weight.source.dtype
                 case Encode():
-                    findings.lost_layers.update(_lost_layers(file, job))
+                    findings.lost_layers.update(_lost_layers(file, write))
                     continue
                 case _:
                     continue
 
             for low in range(0, nbytes if can_be_non_finite(dtype) else 0, BUFFER):
                 piece = buffer[: min(BUFFER, nbytes - low)]
-                file.read(piece, job.target + low, name)
+                file.read(piece, write.target + low, name)
                 if count := count_non_finite(piece, dtype):
                     findings.not_finite[name] = findings.not_finite.get(name, NonFinite()) + count
 
     return findings
 
 
-def _lost_layers(file: SourceFile, job: Encode) -> Iterator[str]:
+def _lost_layers(file: SourceFile, write: Encode) -> Iterator[str]:
     """Yield modules of which a finished shard shows that nearly all codes stand for zero."""
-    fmt = job.scheme.format
+    fmt = write.scheme.format
     if fmt.zero_point is not None:
         return
-    for piece in job.pieces:
+    for piece in write.pieces:
         lost = LostWeights(fmt, piece.weight.shape[0])
         pitch = fmt.number.nbytes(piece.weight.shape[1])
         codes = np.empty((len(lost.rows), pitch), np.uint8)
@@ -257,13 +259,17 @@ def _name(weight: Weight) -> str:
     return f"{weight.module}.weight"
 
 
+def _is_long_copy(write: Write) -> bool:
+    return isinstance(write, CopyTensor) and write.tensor.nbytes >= LONG
+
+
 class _Stopped(Exception):
     """Ends a worker because another one failed or the user interrupted."""
 
 
 @dataclass(eq=False)
 class _Conversion:
-    """One call of `convert`: the jobs still to do, the shards in progress, and the first failure."""
+    """One call of `convert`: the writes still to do, the shards in progress, and the first failure."""
 
     plan: Plan
     shards: Sequence[Shard]
@@ -285,7 +291,7 @@ class _Conversion:
         self.failure = FirstFailure(self.stopped.set)
         self.tasks = self._make_tasks()
 
-    def _make_tasks(self) -> Iterator[tuple[ShardFile, Job]]:
+    def _make_tasks(self) -> Iterator[tuple[ShardFile, Write]]:
         for shard in self.shards:
             self.transfer.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
@@ -295,8 +301,8 @@ class _Conversion:
             file = ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish)
             self.files[shard.name] = file
             file.open()
-            for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, CopyBytes) and job.nbytes >= LONG)):
-                yield file, job
+            for write in sorted(layout.writes, key=lambda write: not _is_long_copy(write)):
+                yield file, write
 
     def _finish(self, shard: str) -> None:
         del self.files[shard]
@@ -324,8 +330,8 @@ class _Conversion:
                 if task is None:
                     break
 
-                file, job = task
-                worker.do(job, file)
+                file, write = task
+                worker.do(write, file)
         except BaseException as error:
             self.fail(error)
         finally:
@@ -404,7 +410,7 @@ class _OutputBuffer:
 
 
 class _Worker:
-    """The buffers and kernels of one thread, and what it does for each kind of job."""
+    """The buffers and kernels of one thread, and what it does for each kind of write."""
 
     def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
@@ -413,31 +419,33 @@ class _Worker:
         self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
         self.buffers = [_OutputBuffer(conversion, writers, self.kernels.memory) for _ in range(2)]
 
-    def do(self, job: Job, file: ShardFile) -> None:
-        """Carry out one job. Its last pieces may still be being written when this returns."""
-        match job:
-            case CopyBytes():
-                with self.reader.open(job.shard) as source:
-                    self._copy(job, source, file)
+    def do(self, write: Write, file: ShardFile) -> None:
+        """Carry out one write. Its last pieces may still be being written when this returns."""
+        match write:
+            case CopyTensor():
+                with self.reader.open(write.location.shard) as source:
+                    self._copy(write, source, write.location.offset, file)
             case CopyRounded():
-                with SourceFile(job.path, job.path.name) as source:
-                    self._copy(job, source, file)
-                self.conversion.advance(job.consumed)
+                with SourceFile(write.place.path, write.place.path.name) as source:
+                    self._copy(write, source, write.place.offset, file)
+                self.conversion.advance(write.consumed)
+
             case CopyScale():
-                self._copy_scale(job, file)
+                self._copy_scale(write, file)
             case PutBytes():
-                file.write(np.frombuffer(job.data, np.uint8), job.target)
-                self.conversion.advance(job.nbytes)
+                file.write(np.frombuffer(write.data, np.uint8), write.target)
+                self.conversion.advance(write.nbytes)
+
             case Unstack():
-                self._write_unquantized(job, self.reader.rows(job.weight, 1), file)
+                self._write_unquantized(write, self.reader.rows(write.weight, 1), file)
             case TransformWeight():
-                self._transform(job, file)
-            case Decode() if job.weight.decodes_transposed:
-                self._decode_transposed(job, file)
+                self._transform(write, file)
+            case Decode() if write.weight.decodes_transposed:
+                self._decode_transposed(write, file)
             case Decode():
-                self._decode(job, file)
+                self._decode(write, file)
             case Encode():
-                self._encode(job, file)
+                self._encode(write, file)
 
     def wait(self) -> None:
         """Wait for the last writes."""
@@ -448,69 +456,75 @@ class _Worker:
         self.buffers.reverse()
         return self.buffers[0]
 
-    def _copy(self, job: CopyBytes | CopyRounded, source: SourceFile, file: ShardFile) -> None:
+    def _copy(self, write: CopyTensor | CopyRounded, source: SourceFile, offset: int, file: ShardFile) -> None:
+        """Copy a tensor that begins at `offset` of a file."""
+        name = write.tensor.name
+        nbytes = write.tensor.nbytes
         done = 0
-        while done < job.nbytes:
+
+        while done < nbytes:
             buffer = self._next_buffer()
-            piece = buffer.take(job.target + done, min(BUFFER, job.nbytes - done))
-            source.read(piece, job.offset + done, job.label)
-            if isinstance(job, CopyBytes):
-                self.conversion.count_non_finite(job.label, piece, job.dtype)
-            buffer.send(file, piece, job.target + done)
+            piece = buffer.take(write.target + done, min(BUFFER, nbytes - done))
+            source.read(piece, offset + done, name)
+            if isinstance(write, CopyTensor):
+                self.conversion.count_non_finite(name, piece, write.tensor.dtype)
+            buffer.send(file, piece, write.target + done)
             done += piece.nbytes
-            self.conversion.advance(piece.nbytes if isinstance(job, CopyBytes) else 0)
+            self.conversion.advance(piece.nbytes if isinstance(write, CopyTensor) else 0)
 
-    def _copy_scale(self, job: CopyScale, file: ShardFile) -> None:
-        raw = np.empty(job.nbytes, np.uint8)
-        with self.reader.open(job.shard) as source:
-            source.read(raw, job.offset, job.label)
-        scale = scale_values(raw, job.dtype)
-        check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
-        if job.inverse:
+    def _copy_scale(self, write: CopyScale, file: ShardFile) -> None:
+        tensor = write.tensor
+        raw = np.empty(tensor.nbytes, np.uint8)
+        with self.reader.open(write.location.shard) as source:
+            source.read(raw, write.location.offset, tensor.name)
+
+        scale = scale_values(raw, tensor.dtype)
+        check_scales(scale, tensor.name, write.location.shard, SMALLEST_SCALE)
+        if write.inverse:
             scale = np.float32(1) / scale
-        file.write(scale, job.target)
-        self.conversion.advance(job.nbytes)
+        file.write(scale, write.target)
+        self.conversion.advance(tensor.nbytes)
 
-    def _transform(self, job: TransformWeight, file: ShardFile) -> None:
-        dtype = job.weight.source.dtype
-        rows = (from_float32(bits.view(np.float32), dtype) for bits in self.reader.rows(job.weight, 1))
-        self._write_unquantized(job, rows, file)
+    def _transform(self, write: TransformWeight, file: ShardFile) -> None:
+        dtype = write.weight.source.dtype
+        rows = (from_float32(bits.view(np.float32), dtype) for bits in self.reader.rows(write.weight, 1))
+        self._write_unquantized(write, rows, file)
 
-    def _write_unquantized(self, job: Unstack | TransformWeight, rows: Iterator[Bits], file: ShardFile) -> None:
+    def _write_unquantized(self, write: Unstack | TransformWeight, rows: Iterator[Bits], file: ShardFile) -> None:
         """Write rows of a weight, given as bits [n, in] of its own dtype."""
-        target = job.target
+        target = write.target
         for bits in rows:
             buffer = self._next_buffer()
             piece = buffer.take(target, bits.nbytes)
             piece[:] = bits.reshape(-1).view(np.uint8)
-            self.conversion.count_non_finite(_name(job.weight), piece, job.weight.source.dtype)
+            self.conversion.count_non_finite(_name(write.weight), piece, write.weight.source.dtype)
             buffer.send(file, piece, target)
             target += piece.nbytes
-            self.conversion.advance(row_bytes(job.weight, len(bits)))
+            self.conversion.advance(row_bytes(write.weight, len(bits)))
 
-    def _decode(self, job: Decode, file: ShardFile) -> None:
-        target = job.target
-        for bits in self.reader.rows(job.weight, 1):
+    def _decode(self, write: Decode, file: ShardFile) -> None:
+        target = write.target
+        for bits in self.reader.rows(write.weight, 1):
             buffer = self._next_buffer()
             piece = buffer.take(target, bits.nbytes // 2)
             self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
             buffer.send(file, piece, target)
             target += piece.nbytes
-            self.conversion.advance(row_bytes(job.weight, len(bits)))
-        self._advance_by_scales(job.weight)
+            self.conversion.advance(row_bytes(write.weight, len(bits)))
+        self._advance_by_scales(write.weight)
 
-    def _decode_transposed(self, job: Decode, file: ShardFile) -> None:
+    def _decode_transposed(self, write: Decode, file: ShardFile) -> None:
         """Decode the weight of one expert of a stack [experts, in, out], and write its transpose."""
-        transposed = np.empty(job.weight.shape[::-1], np.uint16)
+        transposed = np.empty(write.weight.shape[::-1], np.uint16)
         low = 0
-        for bits in self.reader.rows(job.weight, 1):
+        for bits in self.reader.rows(write.weight, 1):
             rows = np.empty(bits.shape, np.uint16)
             self.loops.to_bfloat16(bits.view(np.float32), rows)
             transposed[:, low : low + len(bits)] = rows.T
             low += len(bits)
-            self.conversion.advance(row_bytes(job.weight, len(bits)))
-        file.write(transposed, job.target)
-        self._advance_by_scales(job.weight)
+            self.conversion.advance(row_bytes(write.weight, len(bits)))
+        file.write(transposed, write.target)
+        self._advance_by_scales(write.weight)
 
     def _advance_by_scales(self, weight: Weight) -> None:
         """Report the scales of a quantized source weight as done."""
@@ -518,30 +532,30 @@ class _Worker:
             num_rows, num_cols = grid_of(weight.format.group, weight.shape)
             self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.scale.dtype] // 8)
 
-    def _encode(self, job: Encode, file: ShardFile) -> None:
-        keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)
+    def _encode(self, write: Encode, file: ShardFile) -> None:
+        keeps_scale = not write.fused or self.reader.keeps_shared_scale(write.fused, write.scheme)
 
-        if job.keeps and not keeps_scale:
+        if write.keeps and not keeps_scale:
             # vLLM rounds the codes of layers with one scale per tensor again as it loads them.
-            if job.scheme.format.global_scale is not None:
-                names = ", ".join(weight.global_scale.name for weight in job.fused if weight.global_scale)
+            if write.scheme.format.global_scale is not None:
+                names = ", ".join(weight.global_scale.name for weight in write.fused if weight.global_scale)
                 raise PlanError(
                     f"{names} are not equal, and engines take one global scale for all of these layers",
-                    f"use --scheme {job.scheme.name}, which quantizes them again under one",
+                    f"use --scheme {write.scheme.name}, which quantizes them again under one",
                 )
             keeps_scale = True
 
         exact = shared_absmax = None
         if not keeps_scale:
-            exact = self.reader.exact_global_scale(job.fused, job.scheme)
+            exact = self.reader.exact_global_scale(write.fused, write.scheme)
         if not keeps_scale and exact is None:
-            shared_absmax = self._shared_absmax(job)
+            shared_absmax = self._shared_absmax(write)
 
-        for piece in job.pieces:
+        for piece in write.pieces:
             if (piece.keeps_codes and keeps_scale) or exact is not None:
-                self._copy_codes(piece, job.scheme, file, exact)
+                self._copy_codes(piece, write.scheme, file, exact)
             else:
-                self._quantize(piece, job.scheme, shared_absmax, file)
+                self._quantize(piece, write.scheme, shared_absmax, file)
             self._advance_by_scales(piece.weight)
 
     def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: ShardFile, exact: Floats | None) -> None:
@@ -596,11 +610,11 @@ class _Worker:
 
                 self.conversion.advance(codes.nbytes)
 
-    def _shared_absmax(self, job: Encode) -> Floats:
+    def _shared_absmax(self, write: Encode) -> Floats:
         """Return the largest absolute weight of fused layers, float32 [1, 1]."""
         largest = np.zeros((1, 1), np.float32)
 
-        for weight in job.fused:
+        for weight in write.fused:
             is_zero = True
 
             for bits in self.reader.rows(weight, 1):
@@ -613,9 +627,9 @@ class _Worker:
             if is_zero:
                 self.conversion.add_zero_layer(weight)
 
-        limit = job.scheme.largest
+        limit = write.scheme.largest
         if largest.item() > limit:
-            names = ", ".join(weight.extent(self.reader.where).label for weight in job.fused)
+            names = ", ".join(weight.extent(self.reader.where).label for weight in write.fused)
             raise PlanError(
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
                 "use --scheme block, or leave these layers as they are with --ignore",
@@ -706,9 +720,8 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
             problems, up to the first that keeps the file from being read.
     """
     problems: list[str] = []
-    formats = {
-        piece.weight.module: job.scheme.format for job in layout.jobs if isinstance(job, Encode) for piece in job.pieces
-    }
+    encodings = [write for write in layout.writes if isinstance(write, Encode)]
+    formats = {piece.weight.module: write.scheme.format for write in encodings for piece in write.pieces}
 
     offset = len(layout.header)
     try:

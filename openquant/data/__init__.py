@@ -1,6 +1,6 @@
 """Reads texts, and turns them into tokens with the model's own tokenizer and chat template.
 
-domains    where texts come from: files, datasets, the standard library of Python; prompts that a model continues
+domains    where texts come from: files, datasets, our own in texts/; prompts that a model continues
 corpus     texts as documents of equally many tokens; those for evaluation and for calibration never overlap
 tasks      questions of tasks, from files of one's own or made and scored by lm-eval
 tokenizer  a checkpoint's tokenizer; chat templates that came with it, run in a subprocess with limits

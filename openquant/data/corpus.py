@@ -10,10 +10,10 @@ spread over all of it, so that documents are independent and a confidence interv
 from __future__ import annotations
 
 import hashlib
-import platform
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +22,16 @@ import numpy as np
 
 from ..errors import SourceError, UsageError
 from ..options import Texts
-from .domains import BLOCK, Domain, LocatedText, open_dataset, open_file, standard_library
+from .domains import BLOCK, Domain, LocatedText, TextOrChat, open_dataset, open_file, own_texts
 from .tokenizer import Tokenizer
 
 Purpose = Literal["evaluation", "calibration"]
 PURPOSES: tuple[Purpose, ...] = ("evaluation", "calibration")
-# What the note on built-in texts says of them.
+# What the note on our own texts says of them.
 _USES: dict[Purpose, str] = {"evaluation": "figures are for", "calibration": "the model is calibrated on"}
 
+# The name of our own texts.
+_OWN = "openquant texts"
 # Blocks of a dataset that are read for one purpose. Each gives several documents, so more need not be downloaded.
 _DATASET_BLOCKS = 16
 # Characters that are encoded first for each wanted token; most tokenizers need 3 to 5.
@@ -41,7 +43,7 @@ class Document:
     """A piece of text.
 
     Attributes:
-        domain: the domain it is from: the name of a file or a dataset, "code" or "docs".
+        domain: the domain it is from: the name of a file or a dataset, or "prose", "code", "chats" or "languages".
         name: its domain and its number there, such as "wiki.txt 3".
         ids: its token ids.
     """
@@ -59,7 +61,7 @@ class Corpus:
         documents: documents of equal length, sorted by domain.
         sha256: SHA-256 of their tokens as little-endian int32, hexadecimal.
         origin: their origin, as JSON: {"files": ["wiki.txt"]}, {"dataset": "org/name:test"} or
-            {"builtin": "Python 3.12.4"}.
+            {"builtin": "openquant texts for evaluation"}.
         notes: notes for the user.
     """
 
@@ -114,15 +116,14 @@ def read_corpus(
 
     Raises:
         UsageError: `options.length` has no room beside the tokenizer's prefix; `options.samples` is smaller than the
-            number of texts; a text is given twice; a dataset needs `datasets` 4 or newer; or no text is given and this
-            Python has no source of its standard library.
+            number of texts; a text is given twice; or a dataset needs `datasets` 4 or newer.
         SourceError: a text cannot be read, is too short, or has tokens that the model does not have; or the tokenizer
             or its chat template fails on one.
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
 
-    domains, origin, notes = _domains(options, purpose)
+    domains, origin, notes = _domains(options, purpose, tokenizer)
 
     if options.samples < len(domains):
         raise UsageError(
@@ -146,7 +147,9 @@ def read_corpus(
     return Corpus(tuple(documents), hashlib.sha256(ids.tobytes()).hexdigest(), origin, tuple(notes))
 
 
-def _domains(options: Texts, purpose: Purpose) -> tuple[Sequence[Domain], dict[str, Any], list[str]]:
+def _domains(
+    options: Texts, purpose: Purpose, tokenizer: Tokenizer
+) -> tuple[Sequence[Domain], dict[str, Any], list[str]]:
     """The domains that options name, their origin as JSON, and notes for the user."""
     if options.text:
         paths = [Path(text) for text in options.text]
@@ -165,12 +168,45 @@ def _domains(options: Texts, purpose: Purpose) -> tuple[Sequence[Domain], dict[s
         dataset = open_dataset(options.dataset, len(PURPOSES) * blocks)
         return [dataset], {"dataset": dataset.name}, []
 
-    python = f"Python {platform.python_version()}"
     note = (
-        f"no text was given: {_USES[purpose]} the source and the documentation strings of {python}'s standard library, "
-        "which say little of chats or other languages; --text FILE or --dataset NAME has yours"
+        f"no text was given: {_USES[purpose]} openquant's own prose, code, chats and ten languages; --text FILE or "
+        "--dataset NAME has yours"
     )
-    return standard_library(), {"builtin": python}, [note]
+    return _own_domains(options, purpose, tokenizer), {"builtin": f"{_OWN} for {purpose}"}, [note]
+
+
+def _own_domains(options: Texts, purpose: Purpose, tokenizer: Tokenizer) -> list[Domain]:
+    """Open our own texts: fewer domains if fewer samples are wanted, in blocks of a document's length or more."""
+    domains = []
+    for name, texts in list(own_texts(purpose).items())[: options.samples]:
+        blocks = [""]
+        for text in _write_out(texts, tokenizer):
+            if len(blocks[-1]) >= _CHARACTERS * options.length:
+                blocks.append("")
+            blocks[-1] += text
+
+        located = [[LocatedText(block, _OWN)] for block in blocks]
+        domains.append(Domain(name, len(blocks), located.__getitem__, shared=False))
+    return domains
+
+
+def _write_out(texts: Sequence[TextOrChat], tokenizer: Tokenizer) -> list[str]:
+    """Return our own texts as they follow upon each other, chats in the model's template.
+
+    Chats are dialogues in plain text if the model has no template, or one that refuses them, or leaves out what they
+    say, as those of some multimodal models do with what is no list of parts.
+    """
+    chats = [text for text in texts if not isinstance(text, str)]
+    dialogues = ["\n\n".join(f"{message['role']}: {message['content']}" for message in chat) + "\n\n" for chat in chats]
+
+    if chats and tokenizer.template is not None:
+        with suppress(SourceError):
+            rendered = tokenizer.render_chats(chats, [_OWN] * len(chats), answered=True)
+            if all(chat[0]["content"] in text for chat, text in zip(chats, rendered, strict=True)):
+                dialogues = rendered
+
+    written = iter(dialogues)
+    return [f"{text}\n\n" if isinstance(text, str) else next(written) for text in texts]
 
 
 def _documents(
@@ -181,7 +217,9 @@ def _documents(
     Raises:
         SourceError: there is none.
     """
-    order = list(range(PURPOSES.index(purpose), domain.count, len(PURPOSES)))
+    order = list(range(domain.count))
+    if domain.shared:
+        order = order[PURPOSES.index(purpose) :: len(PURPOSES)]
     random.Random(0).shuffle(order)
 
     # Documents that are taken from a block; doubled as long as all blocks together give too few.

@@ -1,7 +1,7 @@
-"""Text sources (files, datasets, and Python's standard library), each as blocks that can be read one by one.
+"""Text sources (files, datasets, and texts of our own), each as blocks that can be read one by one.
 
 Blocks with even numbers are for evaluation, those with odd numbers for calibration. Where a block begins depends on the
-text alone, not on how many documents are wanted, so the two never overlap:
+text alone, not on how many documents are wanted, so the two never overlap. Of our own texts each purpose has a file:
 
     file = open_file(Path("chats.jsonl"), "chats.jsonl")
     [file.read(number) for number in range(0, file.count, 2)]       # lists of LocatedText: texts, or messages of chats
@@ -15,10 +15,8 @@ A model with a chat template gets a prompt as a message of the user, any other m
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +33,8 @@ from .tokenizer import Message, Tokenizer
 BLOCK = 256 << 10
 # Most bytes of one line of JSON.
 MAX_LINE = 16 << 20
-# Directories of the standard library that are left out: tables, tests, and installed packages.
-_SKIPPED = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "encodings",
-     "turtledemo", "pydoc_data")
-)  # fmt: skip
-# Python files whose documentation strings make one block.
-_FILES_PER_BLOCK = 4
-_MAX_SOURCE = 4 << 20
-
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# The texts that come with openquant, written for it: a file for each purpose.
+OWN_TEXTS = Path(__file__).parent / "texts"
 _ROWS = "give `text`, a string, or `messages`, a list of objects with `role` and `content`, in each"
 
 # A text, or the messages of a chat.
@@ -99,11 +89,13 @@ class Domain:
         name: its name, such as "chats.jsonl".
         count: the number of its blocks.
         read: returns the texts and chats of the block of that number, in order. Raises SourceError if they are damaged.
+        shared: whether evaluation and calibration each have every second block; if not, all are for one of them.
     """
 
     name: str
     count: int
     read: Callable[[int], list[LocatedText]]
+    shared: bool = True
 
 
 def open_file(path: Path, name: str) -> Domain:
@@ -312,57 +304,21 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
     return blocks
 
 
-def standard_library() -> tuple[Domain, Domain]:
-    """Open Python's standard library as two domains: source code ("code") and documentation strings ("docs").
+def own_texts(purpose: str) -> dict[str, list[TextOrChat]]:
+    """Read the texts that come with openquant.
 
-    No file is in both.
+    Args:
+        purpose: "evaluation" or "calibration".
 
-    Raises:
-        UsageError: this Python has no source of its standard library.
+    Returns:
+        Its texts and chats by domain: "prose", "code", "chats" and "languages".
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for directory, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if name not in _SKIPPED and not name.startswith("config-")]
-        files += [Path(directory) / name for name in names if name.endswith(".py")]
-    files.sort()
-
-    if len(files) < 100:
-        raise UsageError(
-            f"this Python has no source of its standard library in {root}, which is read without a text",
-            "give --text FILE or --dataset NAME",
-        )
-
-    # Neighbouring files are similar, so domains and purposes alternate: two files for code, then two for docs.
-    code = [file for number, file in enumerate(files) if number % 4 < 2]
-    others = [file for number, file in enumerate(files) if number % 4 >= 2]
-
-    # Several files make a block, because few have much documentation. A block has files of one purpose only.
-    docs = [
-        others[start + purpose : start + 2 * _FILES_PER_BLOCK : 2]
-        for start in range(0, len(others), 2 * _FILES_PER_BLOCK)
-        for purpose in (0, 1)
-    ]
-
-    return (
-        Domain("code", len(code), lambda number: [LocatedText(_source(code[number]), code[number])]),
-        Domain("docs", len(docs), lambda number: [LocatedText(_documentation(file), file) for file in docs[number]]),
-    )
-
-
-def _source(file: Path) -> str:
-    with readable(), open(file, encoding="utf-8", errors="replace") as stream:
-        return stream.read(_MAX_SOURCE)
-
-
-def _documentation(file: Path) -> str:
-    """All documentation strings of a Python file."""
-    try:
-        tree = ast.parse(_source(file))
-    except (SyntaxError, ValueError):
-        return ""
-    owners = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
-    return "\n\n".join(text for node in owners if (text := ast.get_docstring(node)))
+    path = OWN_TEXTS / f"{purpose}.jsonl"
+    texts: dict[str, list[TextOrChat]] = {}
+    for line in path.read_bytes().splitlines():
+        row = json.loads(line)
+        texts.setdefault(row["domain"], []).append(parse_row(row, path))
+    return texts
 
 
 # Most prompts of a file, and most tokens of a prompt.

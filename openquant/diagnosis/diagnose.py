@@ -125,10 +125,12 @@ def _tasks(plan: Plan) -> list[tuple[str, Task]]:
         if modules[0] == weight.module:
             shard = weight.extent(plan.decoded.where).shard
             by_shard.setdefault(shard, []).append(tuple(plan.layers[module] for module in modules))
+
     # Tensors that the source stores as codes are checked where they are decoded with their scales.
     excluded = {weight.source.name for weight, _ in plan.decisions.quantized}
     excluded.update(weight.source.name for weight in plan.layers.values() if weight.format is not None)
     excluded.update(item.tensor.name for item in plan.decisions.passthrough if item.weight is not None)
+
     for info in plan.decoded.tensors.values():
         if info.name not in excluded and can_be_non_finite(info.dtype):
             by_shard.setdefault(plan.decoded.where[info.name].shard, []).append(info)

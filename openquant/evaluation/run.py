@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.cards import EVALUATION
-from ..files.checkpoint import Checkpoint, Fingerprint
+from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, Taken, taken_by
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..hub.source import Source, find_source, model_folder
-from ..job import file_places, in_all_ranks, model_place
+from ..job import file_places, model_place
 from ..machine import find_device
 from ..options import Evaluate, Texts, files_read, verb
 from ..plan.architecture import known_architecture
@@ -30,12 +30,12 @@ from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
+    TEXTS_OR_CHECKPOINTS,
     Scratch,
     checked_progress,
     find_tokenizer,
     hidden_bytes,
     part_path,
-    require_same,
     streamed_run,
     vocabulary_of,
 )
@@ -43,9 +43,10 @@ from .types import counted_questions
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
+    from ..data.tasks import Tasks
     from ..data.tokenizer import Tokenizer
     from ..streaming.pass_checkpoint import PassCheckpoint
-    from .results import Evaluation, ModelUnderTest
+    from .results import Evaluation, EvaluationSettings, ModelUnderTest
     from .task_passes import TaskRequests
 
 
@@ -71,74 +72,54 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, reporter or Reporter()))
+        return ranks.all_do(lambda: _evaluate(options, texts, ranks, reporter or Reporter()))
 
 
-def _evaluate(
-    options: Evaluate,
-    texts: Texts,
-    ranks: Ranks,
-    reporter: Reporter,
-) -> Evaluation:
+def _evaluate(options: Evaluate, texts: Texts, ranks: Ranks, reporter: Reporter) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     inputs = _check_inputs(options, texts, ranks)
-    # These import transformers.
+    # It imports transformers.
     from .compare import compare_outputs
-    from .results import EvaluationSettings
 
-    models = inputs.models
-    tasks = inputs.tasks
-    corpus = inputs.corpus
-    subjects = _models_under_test(inputs)
-    fingerprints = [subject.fingerprint for subject in subjects]
-
-    directory = _scratch_directory(options, models)
-    longest_text = corpus.length if tasks is None else max(corpus.length, tasks.longest)
-    left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
-    budget = BUDGET if left is None else left
-    place = Scratch(directory, budget, options.stream, ranks.local_size)
-    origins = list(zip(models, fingerprints, strict=True))
-
-    about = _conditions(options, inputs, fingerprints, ranks)
-    pass_checkpoint = _pass_checkpoint(options, models[1], inputs.checkpoints[0], directory, ranks, about)
-    settings = EvaluationSettings(
-        options.seed,
-        options.kv_cache,
-        options.device,
-        inputs.tokenizers[0],
-        options.prompts,
-        partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
-        answers_prompts=not (options.stream or options.no_prompts),
-        ranks=ranks,
-        answer_memory=answer_memory(options.max_memory),
-        tasks=tasks,
-        pass_checkpoint=pass_checkpoint,
-    )
-    evaluation = compare_outputs(
-        subjects[0], subjects[1:], corpus, settings, reporter.on_note, checked_progress(ranks, reporter.on_progress)
-    )
+    settings = _settings(options, inputs, ranks)
+    progress = checked_progress(ranks, reporter.on_progress)
+    source, *outputs = inputs.subjects
+    evaluation = compare_outputs(source, outputs, inputs.corpus, settings, reporter.on_note, progress)
 
     if ranks.first:
         reporter.on_evaluation(evaluation)
         _write_results(inputs.files, options, evaluation)
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)
-    if pass_checkpoint is not None:
-        pass_checkpoint.remove()
+    if settings.pass_checkpoint is not None:
+        settings.pass_checkpoint.remove()
     return replace(evaluation, written=tuple(file.path for file in inputs.files if file is not None))
 
 
 class _Inputs(NamedTuple):
-    """What an evaluation reads, opened and checked; `files` are where its results go, as `_destinations` says."""
+    """What an evaluation reads, opened and checked: the source and then its outputs, and the texts.
+
+    Attributes:
+        models: where each model comes from.
+        subjects: the checkpoint of each model.
+        files: where the results go, as `_destinations` says.
+        tokenizer: that of the source.
+        corpus: the texts.
+        tasks: the questions of tasks; None without tasks.
+    """
 
     models: list[Source]
-    checkpoints: list[Checkpoint]
-    named: list[tuple[str, Checkpoint]]
+    subjects: list[ModelUnderTest]
     files: list[Destination | None]
-    tokenizers: list[Tokenizer]
+    tokenizer: Tokenizer
     corpus: Corpus
     tasks: TaskRequests | None
+
+    @property
+    def named(self) -> list[tuple[str, Checkpoint]]:
+        """The name of each model, and its checkpoint."""
+        return [(subject.name, subject.checkpoint) for subject in self.subjects]
 
 
 def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
@@ -148,47 +129,73 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
     checkpoints = [model.open() for model in models]
     files = _destinations(options, texts, models[1:]) if ranks.first else []
-    named = [(model.repo or model.name, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
-    memory_left(options.max_memory, evaluation_steps(named, texts.length))
+    names = [model.repo or model.name for model in models]
+    memory_left(options.max_memory, evaluation_steps(list(zip(names, checkpoints, strict=True)), texts.length))
+
     # These import transformers.
     from ..data.corpus import read_corpus
     from ..data.tasks import read_tasks
-    from .task_passes import TaskRequests, encode_requests, longest_sequence
+    from .results import ModelUnderTest
 
     read = read_tasks(options.tasks, options.limit) if options.tasks else None
     tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
-    corpus = read_corpus(texts, tokenizers[0], vocabulary=vocabulary_of(checkpoints[0]))
+    tokenizer = tokenizers[0]
+    corpus = read_corpus(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
     tasks = None
     if read is not None:
-        longest = longest_sequence(checkpoints[0].config, tokenizers[0])
-        requests = encode_requests(read.requests, tokenizers[0], longest, vocabulary_of(checkpoints[0]))
-        # Private directories are not published.
-        given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
-        tasks = TaskRequests(read, requests, given, options.limit, texts.length)
+        tasks = _encode_tasks(read, options, texts, checkpoints[0], tokenizer)
+
     shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
-    require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
-    return _Inputs(models, checkpoints, named, files, tokenizers, corpus, tasks)
-
-
-def _models_under_test(inputs: _Inputs) -> list[ModelUnderTest]:
-    """The source and its outputs."""
-    from .results import ModelUnderTest
-
-    of_source = inputs.tokenizers[0]
-    return [
-        ModelUnderTest(
-            name,
-            checkpoint,
-            of_source.differences(tokenizer),
-            Fingerprint(checkpoint, model.remote, model.identity),
-        )
-        for model, (name, checkpoint), tokenizer in zip(inputs.models, inputs.named, inputs.tokenizers, strict=True)
+    ranks.require_same([corpus.sha256, tasks and tasks.sha256, shards], TEXTS_OR_CHECKPOINTS)
+    subjects = [
+        ModelUnderTest(name, checkpoint, tokenizer.differences(other), model.fingerprint(checkpoint))
+        for name, checkpoint, other, model in zip(names, checkpoints, tokenizers, models, strict=True)
     ]
+    return _Inputs(models, subjects, files, tokenizer, corpus, tasks)
+
+
+def _encode_tasks(
+    tasks: Tasks, options: Evaluate, texts: Texts, source: Checkpoint, tokenizer: Tokenizer
+) -> TaskRequests:
+    """Make tokens of the questions of tasks."""
+    from .task_passes import TaskRequests, encode_requests, longest_sequence
+
+    longest = longest_sequence(source.config, tokenizer)
+    requests = encode_requests(tasks.requests, tokenizer, longest, vocabulary_of(source))
+    # Private directories are not published.
+    given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
+    return TaskRequests(tasks, requests, given, options.limit, texts.length)
+
+
+def _settings(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> EvaluationSettings:
+    """Return the settings of the comparison."""
+    from .results import EvaluationSettings
+
+    tasks = inputs.tasks
+    longest_text = inputs.corpus.length if tasks is None else max(inputs.corpus.length, tasks.longest)
+    left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
+    directory = _scratch_directory(options, inputs.models)
+    place = Scratch(directory, BUDGET if left is None else left, options.stream, ranks.local_size)
+    origins = [(model, subject.fingerprint) for model, subject in zip(inputs.models, inputs.subjects, strict=True)]
+
+    return EvaluationSettings(
+        options.seed,
+        options.kv_cache,
+        options.device,
+        inputs.tokenizer,
+        options.prompts,
+        partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
+        answers_prompts=not (options.stream or options.no_prompts),
+        ranks=ranks,
+        answer_memory=answer_memory(options.max_memory),
+        tasks=tasks,
+        pass_checkpoint=_pass_checkpoint(options, inputs, ranks),
+    )
 
 
 def _hidden_bytes(inputs: _Inputs, ranks: Ranks) -> int:
     """The bytes of all hidden states of this rank."""
-    source = inputs.checkpoints[0]
+    source = inputs.subjects[0].checkpoint
     tasks = inputs.tasks
     # Two passes through each model.
     tokens = -(-len(inputs.corpus.documents) // ranks.size) * inputs.corpus.length
@@ -201,22 +208,19 @@ def _hidden_bytes(inputs: _Inputs, ranks: Ranks) -> int:
     return len(inputs.models) * of_model
 
 
-def _conditions(
-    options: Evaluate, inputs: _Inputs, fingerprints: Sequence[Fingerprint], ranks: Ranks
-) -> dict[str, str]:
+def _conditions(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> dict[str, str]:
     """What must be the same for an interrupted evaluation to be continued."""
     from .results import versions
 
-    tasks = inputs.tasks
-    of_models = [
-        _sha256([fingerprint.stamp, model.digests(fingerprint.checkpoint)])
-        for model, fingerprint in zip(inputs.models, fingerprints, strict=True)
-    ]
+    source, *outputs = (
+        _sha256([subject.fingerprint.stamp, model.digests(subject.checkpoint)])
+        for model, subject in zip(inputs.models, inputs.subjects, strict=True)
+    )
     return {
-        "source": of_models[0],
-        "outputs": _sha256(of_models[1:]),
+        "source": source,
+        "outputs": _sha256(outputs),
         "texts": inputs.corpus.sha256,
-        "tasks": tasks.sha256 if tasks is not None else "",
+        "tasks": inputs.tasks.sha256 if inputs.tasks is not None else "",
         "options": _sha256([options.seed, options.kv_cache, options.device, inputs.corpus.length]),
         "number of ranks": str(ranks.size),
         "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
@@ -244,56 +248,46 @@ def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
         does.append(f"{counted_questions(inputs.tasks.tasks.questions)} of tasks")
 
     written = [file.path for file in inputs.files if file is not None]
+    models = list(zip(inputs.models, inputs.named, strict=True))
 
     return Preview(
         reads=(
-            *map(model_place, inputs.models, inputs.checkpoints),
+            *(model_place(model, checkpoint) for model, (_, checkpoint) in models),
             *file_places({**vars(options), **vars(texts)}),
         ),
         does=tuple(does),
         writes=tuple(
             Place(str(path.absolute()), f"results{', which are replaced' if path.exists() else ''}") for path in written
         ),
-        download_bytes=sum(
-            model.remote_bytes(checkpoint.shards)
-            for model, checkpoint in zip(inputs.models, inputs.checkpoints, strict=True)
-        ),
+        download_bytes=sum(model.remote_bytes(checkpoint.shards) for model, (_, checkpoint) in models),
         notes=inputs.corpus.notes,
     )
 
 
-def _pass_checkpoint(
-    options: Evaluate,
-    output: Source,
-    source: Checkpoint,
-    directory: Path,
-    ranks: Ranks,
-    about: Mapping[str, str],
-) -> PassCheckpoint | None:
+def _pass_checkpoint(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> PassCheckpoint | None:
     """Return the file from which an interrupted evaluation continues.
 
     Args:
         options: options of the evaluation.
-        output: the first output, which the file is named after.
-        source: the source's checkpoint, for its class.
-        directory: the directory of scratch files.
+        inputs: the models and texts; the file is named after the first output.
         ranks: the processes, each of which has a file of its own.
-        about: what must be the same for a run to be continued.
 
     Returns:
         The file; None if nothing can be written there, or if it is not known of the source's class that nothing but
         arguments goes from layer to layer.
 
     Raises:
-        SourceError: there is a file that is damaged, or from a run with another `about`.
+        SourceError: there is a file that is damaged, or from a run of other models, texts or options.
     """
     from ..streaming.pass_checkpoint import PassCheckpoint
 
-    entry = known_architecture(source)
+    directory = _scratch_directory(options, inputs.models)
+    entry = known_architecture(inputs.subjects[0].checkpoint)
     if entry is None or entry.repeats or not os.access(directory, os.W_OK):
         return None
     results = EVAL_FILE if options.out is None else Path(options.out).name
-    return PassCheckpoint(part_path(directory / f"{output.name}.{results}", ranks), about)
+    name = f"{inputs.models[1].name}.{results}"
+    return PassCheckpoint(part_path(directory / name, ranks), _conditions(options, inputs, ranks))
 
 
 def _sha256(facts: object) -> str:

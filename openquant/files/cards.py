@@ -391,15 +391,18 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     block = _BLOCK.search(card, start, end)
     if not block:
         return card
+
     pattern = re.compile(f"(?m)^({'|'.join(map(re.escape, COMMANDS.values()))}) (.*?)({_FLAGS})$")
     first = pattern.search(block[0])
     commands = pattern.sub(lambda match: f"{match[1]} {serve_argument(repo, revision)}{match[3]}", block[0])
+
     before = card[start : block.start()]
     if first is not None:
         # The title is the directory's name, unless somebody changed it.
         name = first[2].partition(" --revision ")[0].strip("'").rpartition("/")[2]
         title = rf"\A(\s*# ){re.escape(name)}$"
         before = re.sub(title, lambda match: f"{match[1]}{repo.rpartition('/')[2]}", before, flags=re.MULTILINE)
+
     return card[:start] + before + commands + card[block.end() :]
 
 

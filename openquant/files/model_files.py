@@ -374,10 +374,12 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         left = limit + 1
         if os.fstat(file.fileno()).st_size > limit:
             left = 0
+
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
         data = b"".join(parts)
+
     if left == 0:
         raise SourceError(f"{what} is larger than {limit:,} bytes", _DAMAGED)
     refuse_pointer(data, what)

@@ -26,8 +26,9 @@ from ..formats.hardware import ENGINES_FOR, GPU, schemes_on
 from ..formats.schemes import Scheme, find_scheme
 from ..job import Opened
 from ..plan import summary
-from ..plan.decisions import PlanOptions, output_tensors
+from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
+from ..plan.layout import output_tensors
 from ..plan.plan import Plan, make_plan
 from ..registry.architecture import Architecture
 from ..weights.weight import Weight

@@ -20,15 +20,14 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibration.prepare import texts_steps
+from ..calibration.run import texts_steps
 from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
-from ..job import open_source, output_directory, prepare
-from ..options import FitOptions, Recipe, Run, Search, Texts, verb
+from ..job import open_source, prepare
+from ..options import FitOptions, Recipe, Run, Search, Texts, values_for, verb
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..recipes import Request
@@ -69,20 +68,22 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         SourceError: the model or a text cannot be read.
         OutputError: hidden states or scores cannot be written.
     """
-    run, recipe, texts, fit = request.run, request.recipe, request.texts, request.fit
+    run = request.run
+    recipe = request.recipe
+    fit = request.fit
     assert fit.fit is not None
     budget = read_budget(fit.fit)
     refuse_ranks(ranks)
-    opened = open_source(run, ranks)
+
+    opened = open_source(run, ranks, reporter)
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
     limit = _limit(budget, menu, fit, request.options)
-    directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
-    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, reporter)
-    compared = 1 if limit is None else 2
-    target = output_directory(run, opened.source, summary.suffix(menu.plan))
-    of_texts = texts_steps(run, texts.length, opened.source, opened.checkpoint, menu.plan, target)
+    session = Session(opened, menu, request.texts, opened.output_directory("").absolute().parent)
+
     # Memory of all steps, so that none is refused hours later.
-    prepare(run, opened, menu.plan, ranks, [*session.steps(compared), *of_texts])
+    steps = session.steps(1 if limit is None else 2)
+    prepare(opened, menu.plan, [*steps, *texts_steps(opened, menu.plan, request.texts.length)])
+
     mixtures = BestMixtures(menu, session.scores(keeps_only=run.dry_run))
     choice = _Choice(session, mixtures)
     if run.dry_run:
@@ -96,7 +97,7 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         reporter.on_note(f"--fit: {line}")
 
     on_gpus = budget.kind == "gpu"
-    asked = {**vars(run), **vars(recipe), **vars(fit), **vars(texts)}
+    asked = {**vars(run), **vars(recipe), **vars(fit), **vars(request.texts)}
     points = Points(mixtures, asked, fit.fit, limit if on_gpus else None, choice.ratio)
     found = points.result(
         choice.points(points, mixture),
@@ -136,7 +137,7 @@ class _Choice:
 
     def __init__(self, session: Session, mixtures: BestMixtures) -> None:
         self.session, self.mixtures = session, mixtures
-        self.menu, self.reporter = session.menu, session.reporter
+        self.menu, self.reporter = session.menu, session.opened.reporter
         # What was measured, the last mixture first in each pass.
         self.measured: list[tuple[Mixture, Sequence[DocumentRecord]]] = []
 
@@ -281,9 +282,11 @@ def as_options(recipe: Recipe, menu: Menu, mixture: Mixture) -> Recipe:
         name = unit.choices[mixture[number]].scheme_name
         sizes[name] = sizes.get(name, 0) + unit.elements
         patterns.setdefault(name, []).extend(unit.patterns)
+
     ignored = (*recipe.ignore, *joined_patterns(patterns.pop(UNQUANTIZED, ())))
     if not patterns:
         raise PlanError("only unquantized weights lose so little", "give a larger kl=, or serve the model as it is")
+
     base: Any = max(patterns, key=lambda name: sizes[name])
     others = {name: joined_patterns(named) for name, named in patterns.items() if name != base}
     scheme_for: Any = {pattern: name for name, named in others.items() for pattern in named}
@@ -329,8 +332,7 @@ def search_mixtures(request: Search, reporter: Reporter | None = None) -> Search
     """
     reporter = reporter or Reporter()
     budget = None if request.gpu is None else read_gpus(request.gpu)
-    run = Run(request.model, device=request.device, stream=request.stream, revision=request.revision)
-    opened = open_source(run, Ranks())
+    opened = open_source(Run(**values_for(Run, vars(request))), Ranks(), reporter)
 
     options = PlanOptions(tuple(request.ignore), head=request.quantize_lm_head, embedding=request.quantize_embeddings)
     wanted_engines = request.engines or "both"
@@ -342,9 +344,8 @@ def search_mixtures(request: Search, reporter: Reporter | None = None) -> Search
     if budget is not None and budget.value:
         limit = weights_on_gpus(budget, menu.plan, request.context, request.kv_cache == "fp8")
 
-    directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
-    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, reporter)
+    session = Session(opened, menu, texts, opened.output_directory("").absolute().parent)
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))

@@ -30,7 +30,7 @@ from ..errors import PlanError
 from ..evaluation.as_served import ActivationRounding, QuantizedInputs, inputs_of_experts
 from ..evaluation.kl import DocumentRecord, compare_logits
 from ..formats import kernels
-from ..formats.format import read_activation_quantization
+from ..formats.format import Group, read_activation_quantization
 from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
@@ -269,15 +269,20 @@ class _Run:
         mixtures: Sequence[Mixture],
         changes: Mapping[int, Sequence[str]],
     ) -> None:
-        self.quantizer, self.corpus, self.changes = quantizer, corpus, changes
+        self.quantizer = quantizer
         self.model = quantizer.model
+        self.corpus = corpus
+        self.changes = changes
         self.mixtures = list(mixtures)
+        self.order = {name: number for number, name in enumerate(self.model.units)}
+        self.tokens = len(corpus.documents) * corpus.length
+        self.repeats_source = repeats_source(self.model)
         self.carried = {next(iter(mixture.items())) for mixture in mixtures if len(mixture) == 1}
+
         self.records: list[list[DocumentRecord]] = [[] for _ in mixtures]
         # Relative squared changes of hidden states, added over tokens, by unit and choice.
         self.changed: dict[tuple[int, str], float] = {}
-        self.order = {name: number for number, name in enumerate(self.model.units)}
-        self.tokens = len(corpus.documents) * corpus.length
+
         self.passes: list[list[_Pass]] = []
         self.source_logits: dict[int, Tensor] = {}
         # The pass that is being computed, and the unit of the model that is loaded.
@@ -288,7 +293,6 @@ class _Run:
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.source_outputs: dict[int, Any] = {}
         self.outputs: dict[tuple[int, str, int], Any] = {}
-        self.repeats_source = repeats_source(self.model)
 
     def batches(self) -> list[list[ForwardPass[Tensor]]]:
         """The passes of each document: the source, then each mixture; or of all documents, if changes are measured."""
@@ -538,7 +542,7 @@ def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader)
         SourceError: the weight cannot be read, or holds NaN or infinity.
         PlanError: a weight is too large for the scheme.
     """
-    fmt, cols = scheme.format, weight.shape[1]
+    fmt = scheme.format
     global_scale = choose_shared_scale(fmt, absmax) if fmt.global_scale is not None else None
     for bits in reader.rows(weight, fmt.height):
         group_absmax = absmax
@@ -546,16 +550,22 @@ def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader)
             group_absmax = reader.loops.absmax(bits, weight.dtype, fmt.group)
             require_in_range(weight, group_absmax, scheme, reader.where)
         chosen = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, None, reader.loops)
-        height, width = fmt.group[0] or len(bits), fmt.group[1] or cols
 
-        def spread(grid: Floats, rows: int = len(bits), height: int = height, width: int = width) -> Floats:
-            return np.repeat(np.repeat(grid, height, 0)[:rows], width, 1)[:, :cols]
+        scale = _spread(chosen.scale, fmt.group, bits.shape)
+        zero_point = None
+        if chosen.zero_point is not None:
+            zero_point = _spread(chosen.zero_point, fmt.group, bits.shape)
 
-        scale = spread(chosen.scale)
-        zero_point = None if chosen.zero_point is None else spread(chosen.zero_point)
         codes = encode_float32(to_float32(bits, weight.dtype), scale, fmt.number, zero_point)
         values = fmt.number.decode(codes)
         if zero_point is not None:
             values -= zero_point
         values *= scale
         yield values
+
+
+def _spread(grid: Floats, group: Group, shape: tuple[int, ...]) -> Floats:
+    """Repeat values of groups, [rows / height, cols / width], for each weight of `shape`, [rows, cols]."""
+    rows, cols = shape
+    by_row = np.repeat(grid, group[0] or rows, 0)[:rows]
+    return np.repeat(by_row, group[1] or cols, 1)[:, :cols]

@@ -19,14 +19,12 @@ from ..convert.conversion import COMPILED_MEMORY, loops, worth_compiling
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
-from ..files.checkpoint import Fingerprint
 from ..files.destination import Destination, FileKind, taken_by
 from ..files.model_files import parse_json, read_small
 from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
-from ..result import Reporter
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
 from ..streaming.session import BUDGET, Scratch, find_tokenizer, hidden_bytes, part_path, streamed_run, vocabulary_of
 from ..version import __version__
@@ -53,18 +51,12 @@ class Session:
         menu: its units and their choices.
         texts: options that say which texts are read.
         directory: where scores and scratch files are.
-        stream: whether shards are fetched as they are needed, and not kept.
-        max_memory: bytes that the process may use; None for no limit.
-        reporter: receives notes and progress.
     """
 
     opened: Opened
     menu: Menu
     texts: Texts
     directory: Path
-    stream: bool
-    max_memory: int | None
-    reporter: Reporter
 
     @cached_property
     def scored(self) -> Corpus:
@@ -74,10 +66,13 @@ class Session:
     @cached_property
     def _conditions(self) -> dict[str, str]:
         """What scores depend on besides units and schemes."""
-        opened = self.opened
-        stamp = Fingerprint(opened.checkpoint, opened.source.remote, opened.source.identity, opened.stamps).stamp
         libraries = {name: version(name) for name in ("torch", "transformers")}
-        return {"model": stamp, "texts": self.scored.sha256, "openquant": __version__, **libraries}
+        return {
+            "model": self.opened.fingerprint().stamp,
+            "texts": self.scored.sha256,
+            "openquant": __version__,
+            **libraries,
+        }
 
     @cached_property
     def _target(self) -> Destination:
@@ -130,6 +125,7 @@ class Session:
 
         kept = self.kept
         target = self._target
+        on_note = self.opened.reporter.on_note
         corpus = self.scored
         if kept is None and keeps_only:
             raise UsageError(
@@ -137,21 +133,19 @@ class Session:
                 "the mixture is not known without them: leave --dry-run out once, and the scores are kept",
             )
         if kept is not None:
-            self.reporter.on_note(f"--fit: scores of {len(kept)} units from {target.path}")
+            on_note(f"--fit: scores of {len(kept)} units from {target.path}")
             return kept
 
-        self.reporter.on_note(
-            f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}"
-        )
+        on_note(f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}")
         mixtures, changes = self._variants
         checkpoint = self._checkpoint()
         if checkpoint is not None and checkpoint.saved is not None:
-            self.reporter.on_note("--fit: an earlier run is continued")
+            on_note("--fit: an earlier run is continued")
 
         measured = self._measure(corpus, mixtures, changes, checkpoint)
         scores = scores_of(self.menu.units, mixtures, changes, measured)
         target.write(scores_json(scores, self.menu.units, self._conditions))
-        self.reporter.on_note(f"--fit: wrote {target.path}")
+        on_note(f"--fit: wrote {target.path}")
         if checkpoint is not None:
             checkpoint.remove()
         return scores
@@ -201,7 +195,6 @@ class Session:
         from .scores import measure_mixtures
 
         opened = self.opened
-        source = opened.source
         plan = self.menu.plan
         if changes:
             # All documents of a scoring go through a layer together, with their hidden states in memory.
@@ -210,13 +203,14 @@ class Session:
         else:
             hidden = hidden_bytes(opened.checkpoint, (1 + len(mixtures)) * len(corpus.documents) * corpus.length)
             step = self._comparing(len(mixtures), corpus.length)
-        free = memory_left(self.max_memory, [step], refuse=False)
+        free = memory_left(opened.run.max_memory, [step], refuse=False)
         fast = worth_compiling(plan) and (free is None or free > COMPILED_MEMORY)
 
         model = self._model()
-        fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
-        place = Scratch(self.directory, BUDGET if free is None else free - fast * COMPILED_MEMORY, self.stream)
-        with streamed_run([(source, fingerprint)], hidden, place, Ranks(), hashes=False, models=[model]) as scratch:
+        budget = BUDGET if free is None else free - fast * COMPILED_MEMORY
+        place = Scratch(self.directory, budget, opened.run.stream)
+        origin = opened.source, opened.fingerprint()
+        with streamed_run([origin], hidden, place, Ranks(), hashes=False, models=[model]) as scratch:
             return measure_mixtures(
                 model,
                 self.menu.units,
@@ -226,7 +220,7 @@ class Session:
                 loops(fast),
                 changes=changes,
                 scratch=scratch,
-                progress=self.reporter.on_progress,
+                progress=opened.reporter.on_progress,
                 checkpoint=checkpoint,
             )
 

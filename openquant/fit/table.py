@@ -113,7 +113,11 @@ class _Table:
         self.request = request
         self.checkpoint = checkpoint
         self.identity = identity
+        self.entry = request.architecture
         self.fp8 = request.kv_cache == "fp8"
+        # The engines that must load it; empty if any may.
+        self.wanted = ENGINES_FOR[request.engines] if request.engines else ()
+
         self.hardware: str | None = None
         self.count = 1
         self.targets = tuple(Target(None, nbytes, None, 1) for nbytes in COMMON)
@@ -124,12 +128,10 @@ class _Table:
                 self.hardware = budget.gpu.hardware
             self.count = budget.gpus
             self.targets = (Target(name, int(budget.value) or None, self.hardware, self.count),)
-        self.entry = request.architecture
+
         self.refused: dict[str, str] = {}
         # By scheme, what --scheme-for says of the output head.
         self.head_schemes: dict[str, str] = {}
-        # The engines that must load it; empty if any may.
-        self.wanted = ENGINES_FOR[request.engines] if request.engines else ()
         # Numbers of GPUs that can share the model in some scheme.
         self.able: set[int] = set()
 

@@ -342,10 +342,12 @@ class Format:
             return f"{shape[1]} inputs per row do not divide into groups of {width}"
         if shape[0] % height or shape[1] % width:
             return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
+
         run = self.number.run
         words = f"{self.number.items(run)} words with {run}"
         if self.number.items(run) == 1:
             words = f"words of {run}"
+
         if shape[1] % run:
             return f"rows of {shape[1]} do not divide into {words} codes"
         if self.zero_point is not None and shape[0] % run:

@@ -686,6 +686,7 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
     """
     if settings.get("quant_method") not in ("fp8", "compressed-tensors"):
         return [], []
+
     problems = []
     unknown = []
     for path, mapping, allowed in _walk(settings):
@@ -696,6 +697,7 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
                 unknown.append(name)
             elif values is not None and not _is_one_of(value, values):
                 problems.append(f"{name} is {setting_repr(value)}, engines read {_join_or(values)}")
+
     problems += list(_contradictions(settings))
     return problems, unknown
 

@@ -169,11 +169,13 @@ def _all_files(path: Path) -> list[Path]:
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
+
     count = int(split["count"])
     number = int(split["number"])
     if not 1 <= count <= _MOST_FILES or number != 1:
         first = f"{split['stem']}-00001-of-{split['count']}.gguf"
         raise UsageError(f"{path.name} is not the first of {count} files", f"give {first}, in the same directory")
+
     files = [path.with_name(f"{split['stem']}-{part:05d}-of-{split['count']}.gguf") for part in range(1, count + 1)]
     with readable():
         for file in files:

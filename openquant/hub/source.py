@@ -31,6 +31,7 @@ from ..errors import SourceError, UsageError
 from ..files import model_files
 from ..files.checkpoint import (
     Checkpoint,
+    Fingerprint,
     Stamp,
     open_checkpoint,
     read_json,
@@ -172,6 +173,18 @@ class Source:
         if self.revision is not None:
             return {}
         return stamps_of(self.root, checkpoint.shards)
+
+    def fingerprint(self, checkpoint: Checkpoint, stamps: Mapping[str, Stamp] | None = None) -> Fingerprint:
+        """Return the fingerprint of a checkpoint of this source.
+
+        Args:
+            checkpoint: the checkpoint.
+            stamps: stamps of local shards when it was opened; taken now if None.
+
+        Raises:
+            SourceError: a shard cannot be read.
+        """
+        return Fingerprint(checkpoint, self.remote, self.identity, stamps)
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository.

@@ -125,6 +125,7 @@ def _unknown(name: str, checkpoint: Checkpoint) -> PlanError:
             f"{name} is not a known architecture; its body is that of {body.name}, and its head is not known",
             f"--architecture {body.name} plans the body; leave the head as it is with --ignore",
         )
+
     nearest = "none has a name like it"
     if near := difflib.get_close_matches(name, MODELS):
         nearest = f"the nearest are {', '.join(near)}"

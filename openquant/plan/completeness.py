@@ -726,11 +726,13 @@ def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo])
     """
     tables = [info for info in tensors if len(info.shape) == 2 and entry.rule(info.module).keep == EMBEDDING.why]
     table = max(tables, key=lambda info: info.shape[0], default=None)
+
     try:
         tokens = [token for token in _tokens(root) if not _OTHER_MODALITY.search(token.text)]
     except SourceError:
         # Damaged files are found by those that read them.
         return []
+
     last = max(tokens, default=None)
     if table is None or last is None or last.number < table.shape[0]:
         return []

@@ -182,10 +182,12 @@ def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
     """
     if all(scheme.expert_engines for scheme in decisions.schemes):
         return
+
     refused: dict[str, Scheme] = {}
     for weight, scheme in decisions.quantized:
         if not scheme.expert_engines and (path := entry.experts(weight.module)):
             refused[path] = scheme
+
     if refused:
         scheme = next(iter(refused.values()))
         raise PlanError(

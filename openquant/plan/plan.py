@@ -62,14 +62,11 @@ from .decisions import (
     Decisions,
     Item,
     Lack,
-    Layout,
     PassthroughTensor,
-    PlanLine,
     PlanOptions,
     StackedTensor,
     apply_transforms,
     gptq_weights,
-    plan_lines,
     quantization_config,
     refuse_repeats,
 )
@@ -87,6 +84,7 @@ from .engines import (
     refuse_schemes,
     source_notes,
 )
+from .layout import Layout, PlanLine, plan_lines
 from .serving import (
     add_scales,
     expect_calibration,
@@ -585,12 +583,14 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
         assert fmt is not None
         inputs = quantization.inputs_of(weight.module)
         turned = replace(fmt, group=fmt.group[::-1]) if len(weight.source.shape) == 3 else fmt
+
         scheme = next((one for one in KEPT_SCHEMES if _keeps(one, weight, {fmt, turned}, inputs)), None)
         if scheme is None:
             name = weight.codes.name
             raise PlanError(f"compressed-tensors has no layout for {name}: {_describe_stored(weight, inputs)}", _OTHERS)
         if scheme.format.input_scale is not None and (problem := why_no_input_scale(weight, scheme.format)):
             raise PlanError(f"{weight.module} has static activations: {problem}", _OTHERS)
+
         schemes |= {fmt: scheme, turned: scheme}
     return schemes
 

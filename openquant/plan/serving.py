@@ -47,7 +47,8 @@ from .architecture import (
     mtp_layer_finder,
     text_config,
 )
-from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor, PlanLine, PlanOptions, plan_lines
+from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor, PlanOptions
+from .layout import PlanLine, plan_lines
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)

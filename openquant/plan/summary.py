@@ -32,8 +32,9 @@ from ..registry.architecture import (
 )
 from ..weights.weight import Weight
 from .architecture import TENSOR_PARALLEL_SIZES, ParallelSize, check_parallel_sizes, text_config, why_indivisible
-from .decisions import FEW_AXES, Decision, PassthroughTensor, output_tensors, weights_of_tensor
+from .decisions import FEW_AXES, Decision, PassthroughTensor
 from .engines import sglang_refusal
+from .layout import output_tensors, weights_of_tensor
 from .plan import Plan, has_fp8_cache, ignored_layers
 from .serving import Serving, estimate_serving
 

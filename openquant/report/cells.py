@@ -415,7 +415,7 @@ def texts_origin(text: Mapping[str, Any]) -> str:
     if dataset:
         names.append(dataset)
     if builtin and not names:
-        names.append(f"standard library of {builtin}")
+        names.append(builtin)
     return ", ".join(names)
 
 

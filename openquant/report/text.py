@@ -13,7 +13,8 @@ from ..formats.schemes import SCHEMES
 from ..hub.source import Download
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.decisions import PlanLine, rounded_bytes
+from ..plan.decisions import rounded_bytes
+from ..plan.layout import PlanLine
 from ..plan.plan import Plan, ignored_layers
 from ..plan.serving import CACHED, GPU_GB, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
@@ -66,14 +67,17 @@ def plan_text(
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(line) for line in plan.lines if line.quantized]
     rows += [_row(line) for line in plan.lines if line.decoded]
+
     copied = [line for line in plan.lines if not line.quantized and not line.decoded]
     rows += [_row(line) for line in copied if len(line.shape) >= 2]
     rows += [("scale", *_row(line)[1:]) for line in copied if line.why == CACHED]
+
     small = [line for line in copied if len(line.shape) < 2 and line.why != CACHED]
     if small:
         count = sum(len(line.names) for line in small)
         size = gigabytes(sum(line.bytes_before for line in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
+
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     lines = table(rows, left=(0, 1, 5), width=width, keys=2)
     return join_lines([*paragraphs(heading, width), *lines, "", *_facts(plan, download, notes, space, width)])

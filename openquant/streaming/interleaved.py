@@ -571,8 +571,10 @@ class ModuleHooks(ABC, Generic[T]):
         self._active = False
         # The last activations and what was computed from them, by a key that the subclass chooses.
         self._last: dict[Any, tuple[Tensor, Any]] = {}
+
         for name, layer in layers.items():
             model.get_submodule(name).register_forward_pre_hook(self._input_hook(layer, name), with_kwargs=True)
+
         # Routing of each module of experts in its current call; None if the module does not say.
         self._routed: dict[str, RoutedTokens | None] = {}
         for name, points in experts.items():

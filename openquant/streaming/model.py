@@ -166,6 +166,7 @@ class StreamedModel(MetaModel):
             return forward(*args, **kwargs)
         if len(args) != 1 or kwargs or self.device != "cpu" or head.weight.nbytes <= LARGE_TABLE:
             return forward(*args, **kwargs)
+
         logits = args[0].new_empty(*args[0].shape[:-1], len(head.weight))
         step = max(1, LARGE_TABLE // 2 // head.weight[0].nbytes)
         for low in range(0, len(head.weight), step):

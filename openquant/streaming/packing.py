@@ -242,6 +242,7 @@ def packed_logits(model: PreTrainedModel, pack: Pack, device: str, cache: Any = 
     rows = torch.from_numpy(pack.rows).to(device)
     if cache is not None:
         options[transformers_internals.cache_argument(model)] = cache
+
     if pack.parents is not None:
         options["position_ids"] = torch.from_numpy(pack.positions).to(device)
         # A copy, because torch cannot move a tensor to the scratch file that numpy made.
@@ -249,6 +250,7 @@ def packed_logits(model: PreTrainedModel, pack: Pack, device: str, cache: Any = 
         options["attention_mask"] = transformers_internals.tree_mask(model, visible)
         if "logits_to_keep" in signature(model.forward).parameters:
             options["logits_to_keep"] = rows
+
     logits: Tensor = model(**options).logits
     flat = logits.flatten(0, 1)
     return flat if len(flat) == len(rows) else flat[rows]

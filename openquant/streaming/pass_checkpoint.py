@@ -63,10 +63,10 @@ class PassCheckpoint:
         path: the file. While it is written, `PATH.new` lies beside it.
         about: what must be the same for passes to be continued, by the name that messages have for it:
             {"texts": "5f70bf.."}.
-        extra: returns what else is saved, such as observers' statistics: tensors and plain values in dicts and lists.
-            Called whenever the file is written.
 
     Attributes:
+        extra: returns what else is saved, such as observers' statistics: tensors and plain values in dicts and lists.
+            Called whenever the file is written.
         saved: what `extra` returned in an earlier run; None if there is no file, and passes start afresh.
 
     Raises:
@@ -74,9 +74,9 @@ class PassCheckpoint:
         OutputError: another process uses it.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, str], extra: Callable[[], Any] = dict) -> None:
+    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
         self.path = path
-        self.extra = extra
+        self.extra: Callable[[], Any] = dict
         self.saved: Any = None
         self._new_path = path.with_name(f"{path.name}.new")
         self._about = about

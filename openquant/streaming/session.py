@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 # Bytes of memory for hidden states of waiting passes, and for Hessians, without --max-memory.
 BUDGET = 4 << 30
+# What messages call the inputs that all ranks must read alike.
+TEXTS_OR_CHECKPOINTS = "texts or checkpoints"
 
 
 def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
@@ -90,21 +92,6 @@ def part_path(path: Path, ranks: Ranks) -> Path:
     """Return the path that passes are saved to until a file is complete; each rank has its own."""
     rank = f"-{ranks.rank}" if ranks.size > 1 else ""
     return path.with_name(f"{path.name}.part{rank}")
-
-
-def require_same(ranks: Ranks, inputs: Any) -> None:
-    """Require that all ranks read the same texts and checkpoints. All of them call this together.
-
-    Args:
-        ranks: the processes of the run.
-        inputs: what this rank reads, as JSON: digests of texts, names and sizes of shards.
-
-    Raises:
-        SourceError: another rank has other inputs.
-    """
-    all_inputs = ranks.agree(None, inputs)
-    if any(other != all_inputs[0] for other in all_inputs):
-        raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
 
 
 @dataclass

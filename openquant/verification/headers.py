@@ -370,10 +370,12 @@ class Report:
         fields = asdict(self)
         for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
             del fields[name]
+
         relative = [error.relative for error in self.errors]
         mean = None
         if relative:
             mean = sum(relative) / len(relative)
+
         fields["decoded"] = {
             "layers": len(relative),
             "relative_mean": mean,

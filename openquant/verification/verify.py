@@ -287,9 +287,11 @@ class _Verification:
         if self.source is not None:
             expected = {*self.source.files, "README.md", "config.json"}
             where = "not in the source"
+
         problems, notes = checks.extra_files(self.checkpoint, expected, where, self.ours)
         self.problems += [*checks.extra_weights(self.checkpoint), *problems]
         self.notes += notes
+
         try:
             find_evaluation(self.checkpoint)
         except SourceError as error:
@@ -480,10 +482,12 @@ class _Verification:
         for layer in self.originals.values():
             if layer.expert >= 0:
                 experts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
+
         # Scales of the cache have other names in some sources.
         renamed = set()
         if self.fp8_cache:
             renamed = {name for pair in cache_scales(source.tensors).values() for name in pair}
+
         for name in source.tensors:
             if name in tensors or name in self.codes or name in renamed:
                 continue

@@ -258,13 +258,16 @@ class _Finder:
         if tensor is None:
             self.findings.problems.append(f"{self._place(info.name)} has no {missing}")
             return None
+
         self.scales.add(tensor.name)
         if self.findings.ours:
             # openquant leaves scales in float16 if the source has them so.
             allowed = {"BF16": ("BF16", "F16")}
             dtypes = allowed.get(dtypes[0], dtypes[:1])
+
         if tensor.dtype in dtypes and tensor.shape in shapes:
             return tensor
+
         expected = f"{join_or(dtypes)} {join_or([str(list(shape)) for shape in shapes])}"
         self.findings.problems.append(
             f"{self._place(tensor.name)} is {describe(tensor)}, for {describe(info)} it must be {expected}"

@@ -253,6 +253,7 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
     from ..api import check_request, find_space, plan_of
     from ..distributed import Ranks
     from ..fit.table import fit_table
+    from ..result import Reporter
 
     answer: dict[str, Any] = {"html": "", "scheme": "", "shards": 0, "refused": False}
     table = ""
@@ -263,16 +264,15 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
         if compress is not None:
             chosen = dict(compress)
             chosen["scheme"] = chosen.get("scheme") or found.best or "tensor"
-            ranks = Ranks()
             chosen["dry_run"] = True
             run = Run(**values_for(Run, chosen))
             recipe = Recipe(**values_for(Recipe, chosen))
             wanted = check_request(run, recipe, CalibrationTexts(**values_for(CalibrationTexts, chosen)))
-            prepared = plan_of(wanted, ranks)
+            job = plan_of(wanted, Ranks(), Reporter())
             # A directory that the run would refuse is refused now.
-            find_space(prepared, wanted.texts, ranks)
+            find_space(job, wanted.texts)
 
-            plan = prepared.plan
+            plan = job.plan
             answer["html"] = plan_html(plan, str(chosen["model"]))
             answer |= {"scheme": chosen["scheme"], "shards": len(plan.layout.shards)}
     except OpenQuantError as problem:

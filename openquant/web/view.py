@@ -16,8 +16,8 @@ from ..errors import OpenQuantError
 from ..fit.table import FitTable
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.decisions import PlanLine
 from ..plan.engines import sglang_refusal
+from ..plan.layout import PlanLine
 from ..plan.plan import Plan
 from ..plan.serving import CACHED, Fit, Serving
 from ..report.cells import gigabytes, optional, or_dash, per_cent, short, shorten, terminal

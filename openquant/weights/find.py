@@ -200,6 +200,7 @@ def _unquantized_name(info: TensorInfo) -> str | None:
         return info.name.removesuffix(QDATA) + "weight"
     if info.name.endswith("_blocks") and info.dtype == "U8":
         return info.name.removesuffix("_blocks")
+
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
         # Scales may be FP8, too.
         is_codes = not info.name.endswith(_SCALE_SUFFIXES)

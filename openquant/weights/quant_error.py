@@ -329,15 +329,18 @@ class Comparison:
         scale = self.scale[rows]
         zero = None if self.zeros is None else self.zeros[rows]
         explained = np.zeros(scale.shape, np.bool_)
+
         for candidate in self.candidates:
             chosen = choose_scales(candidate, bits, dtype, self.absmax[rows], self.divisor)
             same = chosen.scale == scale
             if zero is not None and chosen.zero_point is not None:
                 same &= chosen.zero_point == zero
             explained |= same
+
             self.expected_scale[rows] = np.where(explained, scale, chosen.scale)
             if self.expected_zeros is not None and zero is not None and chosen.zero_point is not None:
                 self.expected_zeros[rows] = np.where(explained, zero, chosen.zero_point)
+
             if explained.all():
                 break
 

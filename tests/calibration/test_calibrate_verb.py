@@ -60,7 +60,7 @@ def test_the_command_writes_a_file(
     done = run_openquant(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "wrote tiny-qwen3.calibration.safetensors\n")
     assert done.stderr.startswith(
-        "2 documents of 64 tokens: code (1), docs (1); no text was given: the model is calibrated on the source and the "
+        "2 documents of 64 tokens: prose (1), code (1); no text was given: the model is calibrated on openquant's own "
     )
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-qwen3.calibration.safetensors"]
     assert (tmp_path / "tiny-qwen3.calibration.safetensors").read_bytes() == calibration.read_bytes()
@@ -69,7 +69,7 @@ def test_the_command_writes_a_file(
     assert main([*map(str, words), "-o", "made/x", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out) == {"calibration": "made/x"}
-    assert said.err.startswith("2 documents of 64 tokens: code (1), docs (1)")
+    assert said.err.startswith("2 documents of 64 tokens: prose (1), code (1)")
     found = read_calibration(tmp_path / "made" / "x")
     assert found.model == Fingerprint(open_checkpoint(EXAMPLE)).hexdigest()
     assert (found.texts["documents"], found.texts["length"]) == (2, 64)

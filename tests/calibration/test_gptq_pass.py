@@ -43,9 +43,9 @@ def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: We
     """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
     run, options = Run(root, out), PlanOptions(transforms=transforms, gptq=CORPUS.account if gptq else None)
     with connect_ranks(None) as ranks:
-        opened = open_source(run, ranks)
+        opened = open_source(run, ranks, Reporter())
         plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
-        carry_out(prepare(run, opened, plan, ranks), ranks, Reporter(), CORPUS if gptq else None)
+        carry_out(prepare(opened, plan), CORPUS if gptq else None)
     return plan
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -68,10 +67,10 @@ def test_the_command_says_what_it_does(
     assert main(words) == 0
     said = capsys.readouterr()
     assert note in said.out
-    assert "GPTQ with 2 documents of 64 tokens: code (1), docs (1); no text was given: " in said.err
+    assert "GPTQ with 2 documents of 64 tokens: prose (1), code (1); no text was given: " in said.err
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    texts = f"2 x 64 tokens (standard library of Python {platform.python_version()})"
+    texts = "2 x 64 tokens (openquant texts for calibration)"
     assert f"| rounded by | GPTQ, {texts} |\n" in (made / "README.md").read_text()
 
 

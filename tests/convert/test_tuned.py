@@ -31,9 +31,9 @@ def carried_out(root: Path, out: Path, scheme: Scheme, options: PlanOptions) -> 
     """What compress() does with a plan of these options."""
     run = Run(root, out, workers=2)
     with connect_ranks(None) as ranks:
-        opened = open_source(run, ranks)
+        opened = open_source(run, ranks, Reporter())
         plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
-        carry_out(prepare(run, opened, plan, ranks), ranks, Reporter())
+        carry_out(prepare(opened, plan))
     return plan
 
 

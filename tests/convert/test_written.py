@@ -16,7 +16,7 @@ from openquant.convert.conversion import verify_shard
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import CHANNEL, INT4_W4A16, TENSOR
-from openquant.plan.decisions import ShardLayout
+from openquant.plan.layout import ShardLayout
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 

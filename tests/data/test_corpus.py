@@ -178,15 +178,44 @@ def test_halves_of_surrogate_pairs_are_no_text(tmp_path: Path, tokenizer: Tokeni
     assert caught.value.message == f"{path} line 2 holds half of a surrogate pair, which is no text"
 
 
-def test_without_a_text_it_is_the_standard_library_and_says_so(tokenizer: Tokenizer) -> None:
-    corpus = read_corpus(Texts(samples=4, length=32), tokenizer)
-    other = read_corpus(Texts(samples=4, length=32), tokenizer, "calibration")
-    assert corpus.domains == {"code": 2, "docs": 2}
-    assert re.fullmatch(r"Python 3\.\d+\.\d+\S*", corpus.account["builtin"])
-    assert corpus.notes[0].startswith(
-        "no text was given: figures are for the source and the documentation strings of Py"
+def test_without_a_text_they_are_our_own_and_it_says_so(tokenizer: Tokenizer) -> None:
+    corpus = read_corpus(Texts(samples=9, length=32), tokenizer)
+    other = read_corpus(Texts(samples=9, length=32), tokenizer, "calibration")
+    assert corpus.domains == {"prose": 3, "code": 2, "chats": 2, "languages": 2}
+    assert corpus.account["builtin"] == "openquant texts for evaluation"
+    assert corpus.notes == (
+        "no text was given: figures are for openquant's own prose, code, chats and ten languages; --text FILE or "
+        "--dataset NAME has yours",
     )
     assert not {document.ids for document in corpus.documents} & {document.ids for document in other.documents}
+    # Fewer samples are of fewer domains; many and long ones are there too.
+    assert read_corpus(Texts(samples=1, length=32), tokenizer).domains == {"prose": 1}
+    assert len(read_corpus(Texts(samples=128, length=512), tokenizer, "calibration").documents) == 128
+    assert len(read_corpus(Texts(samples=4, length=4096), tokenizer).documents) == 4
+
+
+# The user's first words are left out by those who iterate over parts, which a string has not.
+NO_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content if p.type is defined %}{{ p }}{% endfor %}{% endfor %}"
+)
+TEMPLATES = [
+    (None, "user: "),
+    ("{{ raise_exception('only tools') }}", "user: "),
+    (NO_PARTS, "user: "),
+    ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
+]
+
+
+@pytest.mark.parametrize("template, begin", TEMPLATES)
+def test_our_own_chats_are_in_the_template_where_it_has_what_they_say(
+    tokenizer: Tokenizer, template: str | None, begin: str
+) -> None:
+    other = replace(tokenizer, template=template)
+    corpus = read_corpus(Texts(samples=32, length=256), other)
+    said = [tokenizer.decode(document.ids) for document in corpus.documents if document.domain == "chats"]
+    assert len(said) == 8
+    assert sum(begin in text for text in said) >= 2
+    assert begin == "<|user|>" or not any("<|" in text for text in said)
 
 
 def test_a_dataset_is_one_domain(tmp_path: Path, tokenizer: Tokenizer) -> None:

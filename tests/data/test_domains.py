@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from conftest import ROOT
 from openquant.data import domains
-from openquant.data.domains import open_dataset, open_file, standard_library
-from openquant.errors import SourceError, UsageError
+from openquant.data.domains import open_dataset, open_file, own_texts
+from openquant.errors import SourceError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
 
@@ -140,23 +141,53 @@ def test_of_a_large_file_only_blocks_are_read(tmp_path: Path) -> None:
     assert len(domain.read(domain.count - 1)[0].content) == domains.BLOCK
 
 
-def test_the_standard_library_is_there_and_no_file_is_read_twice() -> None:
-    code, docs = standard_library()
-    assert (code.name, docs.name) == ("code", "docs")
-    files = [
-        [str(named.where) for number in range(domain.count) for named in domain.read(number)] for domain in (code, docs)
-    ]
-    assert len(set(files[0] + files[1])) == len(files[0]) + len(files[1]) > 300
-    assert files == [
-        [str(named.where) for n in range(domain.count) for named in domain.read(n)] for domain in standard_library()
-    ]
-    assert "def " in code.read(10)[0].content
+PURPOSES = ("evaluation", "calibration")
 
 
-def test_a_python_without_its_source_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(domains.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(UsageError, match="this Python has no source of its standard library in "):
-        standard_library()
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_our_own_texts_are_balanced_and_none_is_there_twice(purpose: str) -> None:
+    texts = own_texts(purpose)
+    assert list(texts) == ["prose", "code", "chats", "languages"]
+    sizes = {name: sum(len(str(text).encode()) for text in each) for name, each in texts.items()}
+    assert max(sizes.values()) < 1.6 * min(sizes.values()), sizes
+    every = [str(text) for each in texts.values() for text in each]
+    assert len(every) == len(set(every))
+
+
+def test_our_own_texts_for_one_purpose_are_not_for_the_other() -> None:
+    lines = [
+        {
+            line
+            for each in own_texts(purpose).values()
+            for text in each
+            for line in str(text).split("\\n")
+            if len(line) > 60
+        }
+        for purpose in PURPOSES
+    ]
+    assert all(lines) and not lines[0] & lines[1]
+
+
+def test_our_own_chats_begin_with_a_user_and_take_turns() -> None:
+    """Templates of many models refuse other roles, and another order."""
+    chats = [
+        text for purpose in PURPOSES for each in own_texts(purpose).values() for text in each if isinstance(text, list)
+    ]
+    assert len(chats) > 50
+    for chat in chats:
+        roles = [message["role"] for message in chat]
+        assert roles == ["user", "assistant"] * (len(chat) // 2)
+        assert all(message["content"] == message["content"].strip() for message in chat)
+
+
+def test_documents_say_what_our_own_texts_are() -> None:
+    page = (ROOT / "docs" / "how-to" / "calibration-texts.md").read_text()
+    for purpose in PURPOSES:
+        data = (domains.OWN_TEXTS / f"{purpose}.jsonl").read_bytes()
+        assert (
+            f"| {purpose} | {len(data.splitlines())} | {len(data) // 1000} KB | `{hashlib.sha256(data).hexdigest()[:16]}` |"
+            in page
+        )
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,8 +185,12 @@ def test_a_saved_pass_of_another_run_is_never_used(
 
 
 def saved_at(directory: Path, out: Path | None = None) -> Path | None:
-    options, output = Evaluate(["org/name"], "source", out=out), Source(directory, "name", "org/name", "0" * 40)
-    found = evaluation_run._pass_checkpoint(options, output, open_checkpoint(EXAMPLE), directory, Ranks(), {})
+    options = Evaluate(["org/name"], "source", out=out, scratch=directory)
+    output = Source(directory, "name", "org/name", "0" * 40)
+    subject = results.ModelUnderTest("name", open_checkpoint(EXAMPLE))
+    read: Any = ([], SimpleNamespace(), SimpleNamespace(sha256="", length=48), None)
+    inputs = evaluation_run._Inputs([output] * 2, [subject] * 2, *read)
+    found = evaluation_run._pass_checkpoint(options, inputs, Ranks())
     return None if found is None else found.path
 
 

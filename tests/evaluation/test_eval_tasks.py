@@ -161,7 +161,7 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
     [one] = found.outputs
     of_tasks = one["tasks"]
     assert seen.notes == [
-        "2 documents of 48 tokens: code (1), docs (1); 3 passes; "
+        "2 documents of 48 tokens: prose (1), code (1); 3 passes; "
         f"10 questions of tasks, {of_tasks['tokens']:,} tokens in 2 passes"
     ]
     done, total = zip(*seen.steps, strict=True)

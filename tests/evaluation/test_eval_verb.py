@@ -73,7 +73,7 @@ def measured(made: Path) -> Measured:
 
 def test_figures_lie_beside_the_output_and_are_the_same_again(measured: Measured, made: Path) -> None:
     assert json.loads(measured.written) == measured.found.outputs[0]
-    assert measured.told == ["2 documents of 48 tokens: code (1), docs (1); 4 passes"]
+    assert measured.told == ["2 documents of 48 tokens: prose (1), code (1); 4 passes"]
     done, total = zip(*measured.steps, strict=True)
     assert list(done) == sorted(done)
     # The texts in four passes, and two answers.

@@ -397,7 +397,7 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
 
 
 TEXTS = [
-    ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
+    ({"builtin": "openquant texts for evaluation"}, " (openquant texts for evaluation)"),
     ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
     ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
     ({"dataset": "../name:test"}, " (name&#58;test)"),

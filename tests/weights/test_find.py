@@ -26,7 +26,8 @@ from openquant.formats.reference import decode, encode, group_absmax, group_scal
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
 from openquant.plan import summary
-from openquant.plan.decisions import PlanOptions, weight_kinds
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.layout import weight_kinds
 from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
