@@ -22,9 +22,9 @@ from openquant import compress
 from openquant.distributed import Ranks, Rendezvous
 from openquant.errors import OpenQuantError, UsageError
 from openquant.plan.layout import Shard
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import Job, Rank
+from support import small_checkpoints, starting
 from support.loopback_hub import LoopbackHub
+from support.starting import Command, Job
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def own(tmp_path: Path) -> Path:
 @pytest.fixture
 def job() -> Iterator[Job]:
     """A job without torchrun."""
-    with forked_ranks.job() as found:
+    with starting.job() as found:
         yield found
 
 
@@ -363,13 +363,13 @@ run.convert = convert
 AGAIN = "hint: run the same command again: finished shards are kept\n"
 
 
-def are_busy(*ranks: subprocess.Popen[str] | Rank) -> None:
+def are_busy(*ranks: subprocess.Popen[str] | Command) -> None:
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "busy\n"
 
 
-Begin = Callable[..., list[Rank]]
+Begin = Callable[..., list[Command]]
 
 
 @pytest.fixture
@@ -377,8 +377,8 @@ def begin(source: Path, tmp_path: Path) -> Iterator[Begin]:
     """Starts jobs of two ranks, each of which does something first."""
     with ExitStack() as stack:
 
-        def two(*firsts: str) -> list[Rank]:
-            job = stack.enter_context(forked_ranks.job())
+        def two(*firsts: str) -> list[Command]:
+            job = stack.enter_context(starting.job())
             arguments = ("-m", source, "-o", tmp_path / str(job.port), "-q")
             begun = [job.start(rank, *arguments, first=first) for rank, first in enumerate(firsts)]
             if FAILS not in firsts:

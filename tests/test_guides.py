@@ -86,6 +86,7 @@ def write_texts(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": source[at : at + 4000]}) + "\n" for at in range(0, 40000, 4000)))
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
     """Every command that needs no other model, with fewer texts, and what the page says that they print."""
     monkeypatch.chdir(tmp_path)

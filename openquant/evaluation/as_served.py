@@ -700,9 +700,9 @@ def compare_answers(
     ends = end_tokens(source.checkpoint.root, source.checkpoint.config)
 
     around = partial(products_in_float32, source.device)
-    source_answers = continue_prompts(source, prompts, ends, around=around, progress=progress)
+    source_answers = continue_prompts(source, prompts, ends, TOKENS, around, progress=progress)
     output_answers = (
-        continue_prompts(output.model, prompts, ends, around=output.round_inputs, cache=output.cache, progress=progress)
+        continue_prompts(output.model, prompts, ends, TOKENS, output.round_inputs, output.cache, progress)
         for output in outputs
     )
     return [side_by_side(prompts, source_answers, answers, tokenizer) for answers in output_answers]

@@ -21,9 +21,9 @@ from openquant.errors import OpenQuantError, OutputError, SourceError, UsageErro
 from openquant.files.shardfile import LayerStore
 from openquant.report.text import verification_text
 from openquant.streaming import pass_checkpoint
-from support import forked_ranks, mixture_of_experts, small_checkpoints
-from support.forked_ranks import Job
+from support import mixture_of_experts, small_checkpoints, starting
 from support.reporters import Told
+from support.starting import Job
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
 TEXTS = ("--samples", "2", "--length", "64")
@@ -314,7 +314,7 @@ def test_a_run_that_is_killed_between_experts_goes_on(
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with forked_ranks.job() as found:
+    with starting.job() as found:
         yield found
 
 
@@ -341,6 +341,6 @@ def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Pa
     assert all(rank.wait(0) != 0 for rank in ranks)
     assert not (tmp_path / "out" / "config.json").exists()
     assert victim == 1 or "No space left" in printed[0][1]
-    done = forked_ranks.finish(job.start(0, *words, size=1))
+    done = starting.finish(job.start(0, *words, size=1))
     assert done.returncode == 0, done.stderr
     assert shards(tmp_path / "out") == shards(made)

@@ -13,7 +13,6 @@ from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.arguments import Parser, verb_parser
 from openquant.cli.commands import VERBS, main
-from openquant.evaluation import as_served
 from openquant.report.cells import paragraphs, table
 from support import small_checkpoints
 
@@ -75,8 +74,8 @@ def test_no_line_is_longer_than_the_terminal(subtests, converted, monkeypatch, c
                 assert words(wide) == words(narrow)
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_an_evaluation_fits(converted, monkeypatch, capsys):
-    monkeypatch.setattr(as_served, "BUILT_IN", 1)
     monkeypatch.chdir(converted)
     questions = [{"question": f"{number} and 1 make", "choices": ["many", "few"], "answer": 0} for number in range(4)]
     Path("sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))

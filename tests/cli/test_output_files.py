@@ -12,9 +12,9 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress
 from openquant.cli.commands import main
 from openquant.errors import UsageError
-from openquant.evaluation import as_served
 
 SMALL = ("--samples", "2", "--length", "16")
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,6 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(made, tmp_path / "place")
     monkeypatch.chdir(tmp_path / "place")
     return tmp_path / "place"
-
-
-@pytest.fixture(autouse=True)
-def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What models answer to more of them is no matter here."""
-    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 VERBS = {

@@ -30,11 +30,11 @@ from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
-from support.forked_ranks import Rank, finish
 from support.other_tools import KINDS, stored_only
 from support.quantized_checkpoints import store
 from support.random_calibrations import skewed
 from support.rows import for_each
+from support.starting import compressing, finish
 
 SHARDS = 5
 
@@ -98,7 +98,7 @@ def struck(
     source: Path, output: Path, how: str, moment: str, count: int, *more: str
 ) -> subprocess.CompletedProcess[str]:
     words = [how, moment, str(count), "-m", str(source), "-o", str(output), "--workers", "2", *more]
-    return finish(Rank(words, os.environ, KILLED))
+    return finish(compressing(words, os.environ, KILLED))
 
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.

@@ -15,14 +15,13 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress, evaluate
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
-from openquant.evaluation import as_served
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.session import documents_of_rank
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import Job
+from support import small_checkpoints, starting
 from support.outlier_channels import twin
+from support.starting import Job
 
 # `openquant`, rather than what ranks are otherwise.
 OPENQUANT = """
@@ -30,12 +29,12 @@ import sys
 from openquant.cli.commands import main
 """
 RUN = "sys.exit(main())\n"
-ONE_PROMPT = "from openquant.evaluation import as_served\nas_served.BUILT_IN = 1\n"
+SHORT = "import pytest\nfrom conftest import shorten_answers\nshorten_answers(pytest.MonkeyPatch())\n"
 
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with forked_ranks.job() as found:
+    with starting.job() as found:
         yield found
 
 
@@ -65,31 +64,30 @@ os.replace = replaced
 """
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None:
     given = words(output, "--scratch", tmp_path, "--out", tmp_path / "many.json")
     kept = {"out.many.json.part-0", "out.many.json.part-1"}
-    with forked_ranks.job() as job:
-        first, second = (job.start(rank, *given, first=ONE_PROMPT + KILLED + OPENQUANT + RUN) for rank in range(2))
+    with starting.job() as job:
+        first, second = (job.start(rank, *given, first=SHORT + KILLED + OPENQUANT + RUN) for rank in range(2))
         assert second.wait(120) == -signal.SIGKILL
         # As a launcher does.
         first.send_signal(signal.SIGTERM)
         assert first.wait(120) == 130
     assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
-    with forked_ranks.job() as job:
-        done = job.finish(2, *given, first=ONE_PROMPT + OPENQUANT + RUN)
+    with starting.job() as job:
+        done = job.finish(2, *given, first=SHORT + OPENQUANT + RUN)
     assert done.returncode == 0, done.stderr
     assert "; an earlier run is continued\n" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"many.json"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(as_served, "BUILT_IN", 1)
-        evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
+    evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
 
 def test_ranks_calibrate_and_go_on_together(tmp_path: Path) -> None:
     name = "tiny-qwen3.calibration.safetensors"
     given = ("-m", EXAMPLE, "-o", tmp_path / "out", "--activation-scheme", "static", "--samples", "3", "--length", "64")
-    with forked_ranks.job() as job:
+    with starting.job() as job:
         first, second = (job.start(rank, *given, first=KILLED) for rank in range(2))
         assert second.wait(120) == -signal.SIGKILL
         # As a launcher does.
@@ -97,7 +95,7 @@ def test_ranks_calibrate_and_go_on_together(tmp_path: Path) -> None:
         assert first.wait(120) == 130
     kept = {f"{name}.part-0", f"{name}.part-1"}
     assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
-    with forked_ranks.job() as job:
+    with starting.job() as job:
         done = job.finish(2, *given)
     assert done.returncode == 0, done.stderr
     assert "; an earlier run is continued; kept in " in done.stderr
@@ -110,7 +108,7 @@ def test_ranks_calibrate_and_fold_alike(tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "twin")
     texts = ("--samples", 2, "--length", 64)
     given = ("-m", source, "-o", tmp_path / "out", "--scheme", "int8", "--smooth", "0.5", *texts)
-    with forked_ranks.job() as job:
+    with starting.job() as job:
         done = job.finish(2, *map(str, given))
     assert done.returncode == 0, done.stderr
     calibration = tmp_path / "twin.calibration.safetensors"

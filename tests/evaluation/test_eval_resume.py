@@ -30,6 +30,7 @@ from support.task_files import write_lines
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
 WORDS = ("--source", EXAMPLE, "--samples", 2, "--length", 48)
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 class Stopped(Exception):
@@ -38,10 +39,9 @@ class Stopped(Exception):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are saved after every layer; answers take most of the time, of which one is enough here."""
+    """Passes are saved after every layer."""
     monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
     monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
-    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")

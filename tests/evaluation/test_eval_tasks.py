@@ -23,7 +23,6 @@ from openquant.data.tasks import read_questions, read_tasks
 from openquant.data.tokenizer import load_tokenizer
 from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, SourceError, UsageError
-from openquant.evaluation import as_served
 from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.task_passes import TaskPasses, TaskRequests, encode_requests, longest_sequence
@@ -33,19 +32,14 @@ from openquant.report.card import evaluated_card
 from openquant.report.text import evaluation_text
 from openquant.streaming.interleaved import run_interleaved
 from openquant.streaming.model import StreamedModel
-from support import forked_ranks, small_checkpoints
+from support import small_checkpoints, starting
 from support.reporters import Told
 from support.task_files import questions, write_big_bench, write_lines, write_lm_eval
 
 # What ranks run, rather than what they run otherwise.
 OPENQUANT = "import sys\nfrom openquant.cli.commands import main\n"
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
-
-
-@pytest.fixture(autouse=True)
-def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers take most of the time, of which one is enough here."""
-    monkeypatch.setattr(as_served, "BUILT_IN", 1)
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +166,7 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
     ]
     done, total = zip(*seen.steps, strict=True)
     assert list(done) == sorted(done)
-    assert (done[-1], set(total)) == (total[0], {3 * 2 * 48 + 2 * of_tasks["tokens"] + 2 * 64})
+    assert (done[-1], set(total)) == (total[0], {3 * 2 * 48 + 2 * of_tasks["tokens"] + 2 * 8})
     assert json.loads((output / "eval.json").read_bytes()) == one == check_evaluation(json.loads(json.dumps(one)))
     assert (of_tasks["named"], of_tasks["limit"], of_tasks["questions"]) == (["mine.jsonl", "task.json"], 5, 10)
     assert of_tasks["packed"] and of_tasks["requests"] == 2 * sum(2 + number % 3 for number in range(5))
@@ -268,7 +262,7 @@ def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path,
     found = evaluate(in_float32, in_float32, **given, tasks=[yaml]).outputs[0]["tasks"]
     theirs = lm_eval.simple_evaluate(
         HFLM(pretrained=str(in_float32), device="cpu", dtype="float32"), tasks=["mine"], limit=10, bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(yaml.parent)),
+        task_manager=TaskManager(include_path=str(yaml.parent), include_defaults=False),
     )["results"]["mine"]  # fmt: skip
     [task] = found["tasks"]
     assert (task["task"], task["questions"], found["named"]) == ("mine", 10, ["mine.yaml"])
@@ -370,7 +364,7 @@ def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, t
     one = evaluate(output, EXAMPLE, **SMALL, tasks=tasks, no_prompts=True, out=tmp_path / "one.json")
     given = ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "48", "--no-prompts"]
     given += [word for task in tasks for word in ("--tasks", task)]
-    with forked_ranks.job() as job:
+    with starting.job() as job:
         done = job.finish(2, *given, "--json", "--out", tmp_path / "many.json", first=f"{OPENQUANT}sys.exit(main())\n")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == one.to_json()

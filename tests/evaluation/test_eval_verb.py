@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import EXAMPLE, ROOT, change_json
+from conftest import EXAMPLE, ROOT, change_json, shorten_answers
 from openquant import OpenQuantError, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OutputError, SourceError, UsageError
@@ -28,6 +27,7 @@ from openquant.options import Evaluate
 from openquant.report import html
 from openquant.report.text import evaluation_text
 from openquant.streaming.offload import OffloadFile
+from support import starting
 from support.reporters import Told
 
 SMALL = {"samples": 2, "length": 48}
@@ -35,17 +35,12 @@ SMALL = {"samples": 2, "length": 48}
 LONGER = {"samples": 2, "length": 128}
 WORDS = ("--samples", "2", "--length", "48")
 QUICK = (*WORDS, "--no-prompts")
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(compress(EXAMPLE, tmp_path_factory.mktemp("made") / "tiny-FP8", "tensor").output)
-
-
-@pytest.fixture(autouse=True)
-def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers take most of the time, of which one is enough here."""
-    monkeypatch.setattr(as_served, "BUILT_IN", 1)
 
 
 @pytest.fixture
@@ -66,13 +61,8 @@ class Measured(NamedTuple):
 def measured(made: Path) -> Measured:
     seen = Told()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(as_served, "BUILT_IN", 1)
-        found = evaluate(
-            [made],
-            EXAMPLE,
-            **SMALL,
-            reporter=seen,
-        )
+        shorten_answers(patch)
+        found = evaluate([made], EXAMPLE, **SMALL, reporter=seen)
     beside = find_evaluation(open_checkpoint(made))
     assert beside is not None and beside.files == ["eval.json"]
     assert read_evaluation(made) == found.outputs[0]
@@ -87,7 +77,7 @@ def test_figures_lie_beside_the_output_and_are_the_same_again(measured: Measured
     done, total = zip(*measured.steps, strict=True)
     assert list(done) == sorted(done)
     # The texts in four passes, and two answers.
-    assert (done[-1], set(total)) == (4 * 2 * 48 + 2 * 64, {4 * 2 * 48 + 2 * 64})
+    assert (done[-1], set(total)) == (4 * 2 * 48 + 2 * 8, {4 * 2 * 48 + 2 * 8})
     evaluate([str(made)], str(EXAMPLE), **SMALL)
     again = (made / "eval.json").read_bytes()
     (made / "eval.json").unlink()
@@ -218,9 +208,11 @@ def test_figures_are_printed_even_if_the_disk_is_full(
 
 
 def test_figures_are_written_even_if_they_cannot_be_printed(output: Path) -> None:
-    words = [sys.executable, "-m", "openquant", "eval", output, "--source", EXAMPLE, *QUICK]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    code = (
+        "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "from openquant.cli.start import main; sys.exit(main())"
+    )
+    done = starting.run(["-c", code, "eval", output, "--source", EXAMPLE, *QUICK], cwd=ROOT, env=os.environ)
     assert (done.returncode, "error: stdout cannot be written" in done.stderr) == (2, True)
     assert read_evaluation(output)["output"]["name"] == "tiny-FP8"
 

@@ -25,9 +25,9 @@ from openquant.evaluation import as_served
 from openquant.files.model_files import EVAL_FILE
 from openquant.hub.source import AHEAD
 from openquant.options import Evaluate
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import Job, Rank
+from support import small_checkpoints, starting
 from support.loopback_hub import Fault, LoopbackHub
+from support.starting import Command, Job
 
 OPENQUANT = """
 import os, sys
@@ -60,7 +60,7 @@ def sound(hub: LoopbackHub) -> Iterator[None]:
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with forked_ranks.job() as found:
+    with starting.job() as found:
         yield found
 
 
@@ -112,14 +112,14 @@ def output(hub: LoopbackHub, source: Path, tmp_path_factory: pytest.TempPathFact
 UNSAVED = "from openquant.streaming import pass_checkpoint\npass_checkpoint.EVERY = 1e9\n"
 
 
-def begin(job: Job, tmp_path: Path, *words: object, rank: int = 0, size: int = 1, first: str = "") -> Rank:
+def begin(job: Job, tmp_path: Path, *words: object, rank: int = 0, size: int = 1, first: str = "") -> Command:
     """The command, in an empty directory."""
     (tmp_path / "here").mkdir(exist_ok=True)
     given = ["eval", *words, *SMALL]
     return job.start(rank, *given, size=size, first=OPENQUANT + UNSAVED + first + RUN, HERE=str(tmp_path / "here"))
 
 
-def end(process: Rank) -> tuple[int | None, str, str]:
+def end(process: Command) -> tuple[int | None, str, str]:
     out, err = process.communicate(120)
     return process.returncode, out, err
 
@@ -185,7 +185,7 @@ def test_ranks_stream_each_for_itself_beside_an_output_of_this_machine(job, outp
     assert list((tmp_path / "here").iterdir()) == cached() == []
 
 
-def paused(hub: LoopbackHub, there: Path, process: Rank) -> threading.Event:
+def paused(hub: LoopbackHub, there: Path, process: Command) -> threading.Event:
     """Wait until a shard in the middle does not come; what is returned lets it."""
     reached, release = threading.Event(), threading.Event()
 

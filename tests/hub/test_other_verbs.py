@@ -8,13 +8,14 @@ from pathlib import Path
 
 from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress
+from openquant.fit import session
 from openquant.weights.statistics import read_calibration
 from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.forked_ranks import MODELS
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
 from support.outlier_channels import twin
+from support.starting import finish
 
 TEXTS = ("--samples", "2", "--length", "32")
 MODES = {"cached": (), "streamed": ("--stream",)}
@@ -24,7 +25,6 @@ def at(root: Path) -> Site:
     """A Hub whose commands run in the directory of the site."""
     site = Site(root, token=None)
     site.cwd = root
-    site.imported = MODELS
     return site
 
 
@@ -76,18 +76,23 @@ def test_weights_of_a_repository_are_folded_or_rounded_alike(subtests, tmp_path)
                 assert shards(site.root / "made" / "out") == shards(tmp_path / local)
 
 
-def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path):
+# Mixtures are compared on fewer texts.
+FEW = "from openquant.fit import session\nsession.COMPARED = (4, 96)\n"
+
+
+def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path, monkeypatch):
     """From one repository to another, with what a directory gives."""
+    monkeypatch.setattr(session, "COMPARED", (4, 96))
     compress(EXAMPLE, tmp_path / "local", fit="6bits", candidates="nvfp4,int8-weights")
     here = tmp_path / "here"
     here.mkdir()
     with Site(tmp_path / "site") as site:
         site.cwd = here
-        site.imported = MODELS
         site.hub.repositories["org/name"] = EXAMPLE
         fit = ("--fit", "6bits", "--candidates", "nvfp4,int8-weights")
         words = ("compress", "-m", "org/name", *fit, "--stream", "--push-to-hub", "user/mixed", "--push-only")
-        site.works(*words)
+        done = finish(site.begin(*words, before=FEW))
+        assert done.returncode == 0, done.stderr
         published = site.held("user/mixed")
     assert not list((site.root / "hf").rglob("*.safetensors"))
     # Scores, and what is not a shard of the output.

@@ -29,9 +29,9 @@ from openquant.options import Push
 from openquant.report.cells import gigabytes
 from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.forked_ranks import Rank, finish
 from support.hub_site import TOKEN, Site
 from support.loopback_hub import Fault
+from support.starting import Command, finish
 
 SHARDS = 5
 INDEX = "model.safetensors.index.json"
@@ -560,10 +560,10 @@ def test_push_only_keeps_few_shards_on_disk(site: Site, tmp_path: Path) -> None:
 def test_a_killed_push_continues_without_repeating_anything(new_site, expected, subtests):
     for (mode, only), moment in zip(ONLY.items(), ("commit", 2), strict=True):
         with subtests.test(mode=mode, moment=moment), new_site(mode, moment) as site:
-            processes: list[Rank] = []
+            processes: list[Command] = []
             ready = threading.Event()
 
-            def kill(ready: threading.Event = ready, processes: list[Rank] = processes) -> None:
+            def kill(ready: threading.Event = ready, processes: list[Command] = processes) -> None:
                 ready.wait(60)
                 processes[0].kill()
 

@@ -22,9 +22,9 @@ from openquant.files.checkpoint import Checkpoint, Fingerprint
 from openquant.hub.source import ShardSupply, Source, supply_shards
 from openquant.streaming.session import ArrivingShards
 from support import small_checkpoints
-from support.forked_ranks import finish
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
+from support.starting import finish
 
 SHARDS = 6
 

@@ -22,10 +22,10 @@ from conftest import tree
 from openquant import compress
 from openquant.hub.source import HubFile, Source, memory_needed
 from support import small_checkpoints
-from support.forked_ranks import Rank, finish
 from support.hub_site import TOKEN, Site, without_origin
 from support.loopback_hub import COMMIT, Fault
 from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
+from support.starting import Command, finish
 
 SHARDS = 6
 INDEX = "model.safetensors.index.json"
@@ -239,10 +239,10 @@ def test_access_that_ends_on_the_way(new_site: NewSite, subtests: pytest.Subtest
 def test_a_killed_run_continues(new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests) -> None:
     for mode, words in MODES.items():
         with subtests.test(mode), new_site(mode) as site:
-            processes: list[Rank] = []
+            processes: list[Command] = []
             begun = threading.Semaphore(0)
 
-            def kill(begun: threading.Semaphore = begun, processes: list[Rank] = processes) -> None:
+            def kill(begun: threading.Semaphore = begun, processes: list[Command] = processes) -> None:
                 begun.acquire(timeout=60)
                 processes[-1].kill()
 
@@ -430,7 +430,8 @@ def test_no_more_is_read_than_was_asked_for(site: Here, tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
     site.hub.repositories["org/name"] = root
     site.hub.ignores_range = True
-    done = site.works(*site.run("--dry-run", "--json"))
+    # A fork has all that its process had imported.
+    done = site.fresh(*site.run("--dry-run", "--json"))
     # What fits into the buffers of a connection.
     assert site.hub.sent < 32 << 20
     assert json.loads(done.stdout)["peak_rss_bytes"] < 200e6

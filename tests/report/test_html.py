@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.commands import main
@@ -151,6 +153,7 @@ def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(EXAMPLE, out)

@@ -49,6 +49,7 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
     return found.out + found.err
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_no_verb_prints_what_a_terminal_obeys(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = f"out{EVIL}"
     text = Path(f"text{EVIL}")

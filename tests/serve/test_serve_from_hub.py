@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from engine_client import complete, find_engine
 
 from conftest import EXAMPLE, ROOT, tree
+from support import starting
 from support.loopback_hub import LoopbackHub
 
 pytestmark = pytest.mark.serve
@@ -21,10 +20,20 @@ def test_a_pushed_repository_is_served_by_its_name(tmp_path: Path) -> None:
     with LoopbackHub(tmp_path / "hub") as hub:
         hub.repositories["org/tiny-qwen3"] = EXAMPLE
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
-        command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", "org/tiny-qwen3", "-o", str(tmp_path / "out")]
-        command += ["--stream", "--push-to-hub", "user/tiny-qwen3-FP8", "--push-only", "-q"]
+        words = [
+            ROOT / "compress_fp8.py",
+            "-m",
+            "org/tiny-qwen3",
+            "-o",
+            tmp_path / "out",
+            "--stream",
+            "--push-only",
+            "-q",
+        ]
+        words += ["--push-to-hub", "user/tiny-qwen3-FP8"]
         environment = {**os.environ, **settings, "HF_HOME": str(tmp_path / "mine")}
-        subprocess.run(command, check=True, env=environment)
+        done = starting.run(words, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
         assert not list((tmp_path / "out").glob("*.safetensors"))
         theirs = {**settings, "HF_HOME": str(tmp_path / "theirs"), "HF_HUB_OFFLINE": "0"}
         with engine.serve("user/tiny-qwen3-FP8", tmp_path / "log", shim=True, **theirs) as address:

@@ -13,11 +13,12 @@ from engine_client import Answers, find_engine
 
 from conftest import EXAMPLE
 from openquant import compress
+from support.representatives import everything
 from support.small_checkpoints import changed_copy
 
 pytestmark = pytest.mark.serve
 Weights = dict[str, torch.Tensor]
-SCHEMES = ("tensor", "channel", "int4")
+SCHEMES = ("tensor", "channel", "int4") if everything() else ("tensor", "int4")
 
 
 def of_class(root: Path, architecture: str, change: Callable[[Weights], None]) -> Path:

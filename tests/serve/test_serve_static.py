@@ -29,9 +29,8 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         models[format] = root / format
         compress(EXAMPLE, models[format], format=format, activation_scheme="static", calibration=found)
         tensors = small_checkpoints.read(models[format])
-        for share in (4, 8):
-            smaller = {name: each / share if name.endswith("input_scale") else each for name, each in tensors.items()}
-            models[f"{format}/{share}"] = rewrite(models[format], root / f"{format}-{share}", smaller)
+        smaller = {name: each / 4 if name.endswith("input_scale") else each for name, each in tensors.items()}
+        models[f"{format}/4"] = rewrite(models[format], root / f"{format}-4", smaller)
     return engine.logprobs(models, root / "answers", "text", VLLM_DISABLED_KERNELS=UNROUNDED)
 
 
@@ -45,6 +44,5 @@ def test_static_scales_lose_no_more_than_dynamic_ones(format: str, logprobs: Ans
 
 @pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])
 def test_control_scales_that_are_too_small_show(format: str, logprobs: Answers) -> None:
-    """Four times smaller they cut off what is larger than half of the largest activation, eight times than a quarter."""
+    """Four times smaller they cut off what is larger than half of the largest activation."""
     assert logprobs.between("source", f"{format}/4") > 2 * logprobs.between("source", "dynamic")
-    assert logprobs.between("source", f"{format}/8") > 0.05

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from openquant.streaming.memory import (
     weight_memory,
 )
 from openquant.streaming.session import hidden_bytes, vocabulary_of
-from support import small_checkpoints
+from support import small_checkpoints, starting
 from support.representatives import everything
 
 # Of each matrix the outputs of gate and up, and what goes into down, whose Gram matrix has 67 MB.
@@ -170,9 +169,7 @@ def test_what_a_hint_says_is_enough_and_is_kept(
     assert main([*command, "1"]) == 2
     hint = re.search(r"give --max-memory (([\d.]+)([MG])B) or more", capsys.readouterr().err)
     assert hint is not None
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *command, hint[1]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = starting.run(["-c", MEASURED, *command, hint[1]], cwd=ROOT, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) <= float(hint[2]) * {"M": 10**6, "G": 10**9}[hint[3]]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from openquant.errors import SourceError
 from openquant.streaming.pass_checkpoint import PassCheckpoint, _pieces, dump
+from support import starting
 
 AGAIN = "remove it to begin again"
 
@@ -49,14 +49,15 @@ def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
 def test_one_process_at_a_time_uses_a_file(tmp_path: Path) -> None:
     path = tmp_path / "m.scores.json.part"
     code = f"from pathlib import Path; from {PassCheckpoint.__module__} import *; PassCheckpoint(Path({str(path)!r}), dict)"
-    other = [sys.executable, "-c", code]
+
+    def opened_elsewhere() -> str:
+        return starting.run(["-c", code], cwd=tmp_path, env=os.environ).stderr
 
     held = PassCheckpoint(path, {})
-    refused = subprocess.run(other, capture_output=True, text=True)
-    assert refused.stderr.endswith(f"OutputError: another run is using {path}\n")
+    assert opened_elsewhere().endswith(f"OutputError: another run is using {path}\n")
 
     # The same process may begin again, as after an error in a notebook.
     PassCheckpoint(path, {})
     del held
-    assert subprocess.run(other, capture_output=True, text=True).stderr == ""
+    assert opened_elsewhere() == ""
     assert not list(tmp_path.iterdir())

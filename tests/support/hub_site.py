@@ -11,8 +11,8 @@ from pathlib import Path
 
 from conftest import ROOT, tree
 
-from .forked_ranks import COMMANDS, Rank, finish, forked
 from .loopback_hub import LoopbackHub
+from .starting import Command, finish, forked
 
 SCRIPT = ROOT / "openquant" / "__main__.py"
 TOKEN = "hf_secretsecret"
@@ -29,7 +29,6 @@ class Site:
         source: a copy of the model that was given, if one was.
         out: where an output is to go.
         cwd: where commands run.
-        imported: what they need not import.
     """
 
     def __init__(self, root: Path, model: Path | None = None, token: str | None = TOKEN) -> None:
@@ -37,7 +36,6 @@ class Site:
         self.root, self.out = root, root / "out"
         self.source = shutil.copytree(model, root / "source") if model else root / "source"
         self.cwd = ROOT
-        self.imported = COMMANDS
         self.token = token
         self.hub = LoopbackHub(root / "hub", token=token)
 
@@ -48,10 +46,10 @@ class Site:
     def __exit__(self, *raised: object) -> None:
         self.hub.__exit__(*raised)  # type: ignore[arg-type]
 
-    def begin(self, *words: object, before: str = "", **environment: str) -> Rank:
+    def begin(self, *words: object, before: str = "", **environment: str) -> Command:
         """An openquant verb against the Hub, started; the code `before` is run first."""
         settings = {**self.environment, **environment}
-        return forked(SCRIPT, *words, cwd=self.cwd, environment=settings, before=before, imported=self.imported)
+        return forked(SCRIPT, *words, cwd=self.cwd, environment=settings, before=before)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from . import starting
 
 _ROOT = Path(__file__).parent.parent.parent
 # Saves passes after every layer, and is killed as a file gets its name for the time that the first argument says.
@@ -39,7 +39,6 @@ def run_killed(saves: int, *words: object, cwd: Path | None = None) -> str:
         cwd: the working directory.
     """
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-c", _PROGRAM, str(saves), *map(str, words)]
-    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    ended = starting.run(["-c", _PROGRAM, saves, *words], cwd=cwd or Path.cwd(), env=environment)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     return ended.stderr

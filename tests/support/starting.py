@@ -1,7 +1,7 @@
-"""Starts commands as forks of a process that has imported torch and transformers, which takes a start from seconds to tenths.
+"""Starts commands, and ranks without a launcher, as forks of a process that has imported torch and transformers.
 
-The process is started once for all that run tests at the same time (a worker of pytest-xdist), and imports openquant too,
-but for mutants, which each change it. A command whose environment differs in what those imports read is started as usual.
+That takes a start from seconds to tenths. The process is started once for all that run tests at the same time (a worker of
+pytest-xdist), and imports openquant too, but for mutants, which each change it.
 
     starting.run([ROOT / "compress_fp8.py", "-m", source], cwd=here, env=os.environ)
     python tests/support/starting.py SOCKET MODULE...     # the process
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -21,46 +22,129 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
+ROOT = Path(__file__).parents[2]
 # Names the socket of a process that runs already.
 ADDRESS = "OPENQUANT_STARTER"
 IMPORTED = (
-    *("numpy", "torch", "tqdm", "jinja2", "yaml", "huggingface_hub", "safetensors.torch", "tokenizers"),
-    *(
-        "transformers.modeling_utils",
-        "transformers.models.auto.modeling_auto",
-        "transformers.tokenization_utils_tokenizers",
-    ),
-)
-OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands")
+    "pytest", "asyncio", "filelock", "httpx2", "httpx", "numpy", "torch", "torch.distributed", "tqdm.auto", "jinja2", "yaml",
+    "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community", "safetensors.torch",
+    "tokenizers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers",
+)  # fmt: skip
+OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands", "openquant.streaming.model")
 # Processes that outlive the tests they work for, which count with all that they have started.
 others: set[int] = set()
-_processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends with its stdin.
-# What Python and these modules read as they start: another value needs a start of its own.
-READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
+# Processor seconds of the commands that have ended, which are nobody's children here.
+seconds = 0.0
+# What Python and these modules read as they start: another value needs a start of its own. The Hub's client reads its
+# settings again in each fork.
+READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|TRANSFORMERS|TORCH(?!_CPP)|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
+
+
+class Command:
+    """`python WORDS...` in a fork, to be used like a subprocess.Popen whose streams are pipes.
+
+    Its first word is a script, `-m` before a module, or `-c` before code. It has nothing on stdin.
+    """
+
+    def __init__(self, words: Sequence[object], cwd: Path, environment: Mapping[str, str]) -> None:
+        self.args = [str(word) for word in words]
+        pipes = os.pipe(), os.pipe()
+        self.stdout, self.stderr = (open(end) for end, _ in pipes)  # noqa: SIM115
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(address())
+        request = json.dumps({"words": self.args, "cwd": str(cwd), "env": dict(environment)}).encode()
+        descriptors = array.array("i", [its_end for _, its_end in pipes])
+        self._server.sendmsg(
+            [len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+        )
+        self._server.sendall(request)
+        for its_end in descriptors:
+            os.close(its_end)
+
+        self.pid = int.from_bytes(self._server.recv(8), "little")
+        self._returncode: int | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self, timeout: float = 0) -> int | None:
+        """Its exit code, once it has ended, for which this waits so many seconds."""
+        global seconds
+        if self._returncode is None and select.select([self._server], [], [], timeout)[0]:
+            self._returncode, microseconds = struct.unpack("<qq", self._server.recv(16))
+            seconds += microseconds / 1e6
+        return self._returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        code = self.poll(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return code
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it prints that was not read yet."""
+        read = ["", ""]
+
+        def drain(number: int, stream: TextIO) -> None:
+            read[number] = stream.read()
+
+        threads = [threading.Thread(target=drain, args=each) for each in enumerate((self.stdout, self.stderr))]
+        for thread in threads:
+            thread.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        return read[0], read[1]
+
+    def close(self) -> None:
+        self.kill()
+        self.poll(60)
+        for each in (self.stdout, self.stderr, self._server):
+            each.close()
+
+
+def finish(command: Command, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    with closing(command):
+        out, err = command.communicate(timeout)
+        return subprocess.CompletedProcess(command.args, command.wait(0), out, err)
 
 
 def run(
     arguments: Sequence[object], *, cwd: Path, env: Mapping[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS...` to its end, with nothing on stdin; its first argument is a script, or `-m` and a module."""
-    words = [str(argument) for argument in arguments]
-    server_address = address()
+    """Run `python ARGUMENTS...` to its end; where the environment differs in what is read at import, not as a fork."""
     path = env.get("PYTHONPATH", "").split(os.pathsep)
     customized = any(Path(part, "sitecustomize.py").exists() for part in path if part)
-    if customized or _read_at_import(env) != json.loads(Path(f"{server_address}.json").read_text()):
+    if customized or _read_at_import(env) != json.loads(Path(f"{address()}.json").read_text()):
         return subprocess.run(
-            [sys.executable, *words],
+            [sys.executable, *map(str, arguments)],
             cwd=cwd,
             capture_output=True,
             text=True,
@@ -69,24 +153,71 @@ def run(
             stdin=subprocess.DEVNULL,
         )
 
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, socket.socket(socket.AF_UNIX) as server:
-        server.connect(server_address)
-        request = json.dumps({"words": words, "cwd": str(cwd), "env": dict(env)}).encode()
-        descriptors = array.array("i", [out.fileno(), err.fileno()])
-        server.sendmsg([len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        server.sendall(request)
-        child = int.from_bytes(server.recv(8), "little")
+    return finish(Command(arguments, cwd, env), timeout)
 
-        server.settimeout(timeout)
-        try:
-            code = int.from_bytes(server.recv(8), "little", signed=True)
-        except TimeoutError:
-            os.killpg(child, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(words, timeout) from None
 
-        out.seek(0), err.seek(0)
-        texts = [file.read().decode().replace("\r\n", "\n").replace("\r", "\n") for file in (out, err)]
-        return subprocess.CompletedProcess([sys.executable, *words], code, *texts)
+def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str], before: str = "") -> Command:
+    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; `before` is run first."""
+    environment = {"SSL_CERT_FILE": str(one_certificate()), **environment}
+    main = "compress_main" if script.stem == "compress_fp8" else "main"
+    code = f"import sys\nsys.argv[0] = {str(script)!r}\n{before}\nfrom openquant.cli.start import {main}\nsys.exit({main}())\n"
+    return Command(["-c", FROM_ROOT + code, *arguments], cwd, environment)
+
+
+# What a command that is given as code imports first.
+FROM_ROOT = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+
+
+def compressing(arguments: Sequence[object], environment: Mapping[str, str], first: str = "") -> Command:
+    """`compress_fp8.py ARGUMENTS`, after the code `first`."""
+    code = f"sys.argv[0] = 'compress_fp8.py'\n{first}\nfrom openquant.cli.commands import compress_main\nsys.exit(compress_main())\n"
+    return Command(["-c", FROM_ROOT + code, *arguments], Path.cwd(), environment)
+
+
+@functools.cache
+def one_certificate() -> Path:
+    """Enough for a client that asks a server on this machine; reading all of them takes as long as many a command."""
+    import certifi
+
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    path = Path(tempfile.mkdtemp(prefix="certificate-")) / "one.pem"
+    atexit.register(shutil.rmtree, path.parent)
+    path.write_text(first + end)
+    return path
+
+
+class Job:
+    """Ranks that meet at one port."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.begun: list[Command] = []
+
+    def start(self, rank: int, *arguments: object, size: int = 2, first: str = "", **more: str) -> Command:
+        """One rank; `first` is run before the command."""
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
+        environment |= {"MASTER_PORT": str(self.port), **more}
+        self.begun.append(compressing(arguments, environment, first))
+        return self.begun[-1]
+
+    def finish(self, size: int, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+        """All of a job to their end, as one process: the worst exit code and what all have printed."""
+        ranks = [self.start(rank, *arguments, size=size, **more) for rank in range(size)]
+        printed = [rank.communicate(120) for rank in ranks]
+        out, err = ("".join(texts) for texts in zip(*printed, strict=True))
+        return subprocess.CompletedProcess(arguments, max(rank.wait(0) for rank in ranks), out, err)
+
+
+@contextmanager
+def job() -> Iterator[Job]:
+    """A job whose ranks do not outlive the block."""
+    found = Job()
+    try:
+        yield found
+    finally:
+        for rank in found.begun:
+            rank.close()
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -100,16 +231,25 @@ def address(imported: Sequence[str] = (*IMPORTED, *OURS)) -> str:
         Path(f"{socket_path}.json").write_text(json.dumps(_read_at_import(os.environ)))
         process = subprocess.Popen(
             [sys.executable, __file__, socket_path, *imported],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            # torch logs as it does for the command, which sets this before it imports torch.
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"},
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        _processes.append(process)
+        atexit.register(_end, process)
+        others.add(process.pid)
         while not Path(socket_path).exists():
             assert process.poll() is None, "the process that starts commands has ended"
             time.sleep(0.02)
         os.environ[ADDRESS] = socket_path
     return os.environ[ADDRESS]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process ends with its stdin."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
 
 
 # The process.
@@ -149,9 +289,10 @@ def _attend(client: socket.socket) -> NoReturn:
         _become(request, array.array("i", descriptors))
 
     client.sendall(child.to_bytes(8, "little"))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, usage = os.wait4(child, 0)
+    microseconds = int(1e6 * (usage.ru_utime + usage.ru_stime))
     with suppress(BrokenPipeError):
-        client.sendall(code.to_bytes(8, "little", signed=True))
+        client.sendall(struct.pack("<qq", os.waitstatus_to_exitcode(status), microseconds))
     os._exit(0)
 
 
@@ -165,9 +306,15 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> NoReturn:
         for descriptor, place in zip(descriptors, (1, 2), strict=True):
             os.dup2(descriptor, place)
             os.close(descriptor)
+        # The streams of the process wrote to files, and these are pipes.
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         os.chdir(str(request["cwd"]))
         os.environ.clear()
         os.environ.update(request["env"])  # type: ignore[call-overload]
+        # A shell has its background jobs ignore it, and this run may be one.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        importlib.reload(importlib.import_module("huggingface_hub.constants"))
         sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
         code = _run(request["words"])  # type: ignore[arg-type]
     except BaseException:
@@ -188,7 +335,11 @@ def _run(words: list[str]) -> int:
     if {"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"} & {*os.environ}:
         importlib.import_module("coverage").process_startup()
     try:
-        if words[0] == "-m":
+        if words[0] == "-c":
+            sys.path[:1] = ["", *path]
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
             sys.path[:1] = [str(Path.cwd()), *path]
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
