@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,34 @@ class Result:
         """Return the fields by name, as `--json` prints them."""
         return asdict(self)
 
+    def __repr__(self) -> str:
+        would = "would write" if self.dry_run else "wrote"
+        return f"<Result: {would} {self.output}, {self.scheme}, {self._sizes}>"
+
+    @property
+    def _sizes(self) -> str:
+        """Such as "8.39 MB -> 5.25 MB"."""
+        return f"{_bytes(self.source_bytes)} -> {_bytes(self.output_bytes)}"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {
+            "output": self.output + (" (dry run)" if self.dry_run else ""),
+            "scheme": self.scheme,
+            "weights": self._sizes,
+            "quantized": f"{self.quantized_tensors} weights",
+            "loaded by": ", ".join(self.engines),
+        }
+        rows |= {f"note {number}": note for number, note in enumerate(self.notes, 1)}
+        lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items()]
+        return f"<table>{''.join(lines)}</table>"
+
+
+def _bytes(count: int) -> str:
+    """Such as "8.39 MB"."""
+    unit, size = ("GB", 1e9) if count >= 1e9 else ("MB", 1e6)
+    return f"{count / size:.3g} {unit}"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -217,3 +246,33 @@ class Reporter:
 
     def on_finish(self, result: Result, already_complete: bool) -> None:
         """Called when everything is written and published; `already_complete` if nothing was left to do."""
+
+
+class NotebookReporter(Reporter):
+    """Shows the progress of a call as bars, as notebooks draw them. It is the reporter there if none is given."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def on_note(self, about: str) -> None:
+        """Print it."""
+        print(about)
+
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
+        """Draw the bar; a new one for other work."""
+        if self._bar is None or self._bar.total != total:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total, unit=f" {unit}")
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+    def on_start(self, total: int, done: int) -> None:
+        """Draw the bar of the conversion."""
+        self._bar = None
+        self.on_progress(done, total, "bytes")
+
+    def on_advance(self, nbytes: int) -> None:
+        """Move it on."""
+        self.on_progress(self._bar.n + nbytes, self._bar.total)

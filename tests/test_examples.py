@@ -7,6 +7,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,8 +58,12 @@ def test_a_script_runs(
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.iterdir()), ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook a call shows its progress."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     cells = json.loads(path.read_text())["cells"]
     known: dict[str, object] = {}
@@ -66,4 +71,14 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []
             exec("".join(cell["source"]), known)
-    assert "openquant" in known
+    assert "100%" in capsys.readouterr().err
+
+
+def test_a_result_is_a_line_and_in_a_notebook_a_table(tmp_path: Path) -> None:
+    import openquant
+
+    result = openquant.compress(EXAMPLE, tmp_path / "<out>", dry_run=True)
+    assert repr(result) == f"<Result: would write {tmp_path}/<out>, tensor, 8.39 MB -> 5.25 MB>"
+    table = result._repr_html_()
+    assert f"<tr><th>output</th><td>{tmp_path}/&lt;out&gt; (dry run)</td></tr>" in table
+    assert "<td>vLLM, SGLang</td>" in table
