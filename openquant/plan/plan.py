@@ -358,14 +358,8 @@ class Planner:
             return plan
 
         about_source = _notes_on_source(checkpoint, decoded, entry)
-        notes = (
-            *entry_notes(model),
-            *head_notes,
-            *scheme_notes,
-            *about_source,
-            *cache_notes,
-            *output_notes(checkpoint, weights.values(), entry, decisions, options),
-        )
+        about_output = output_notes(checkpoint, weights.values(), entry, decisions, options)
+        notes = (*entry_notes(model), *head_notes, *scheme_notes, *about_source, *cache_notes, *about_output)
         return replace(plan, notes=notes, source_notes=about_source)
 
 

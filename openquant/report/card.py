@@ -30,7 +30,7 @@ from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, has_fp8_cache, required_package
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
-from ..version import CITED, DISTRIBUTION, SGLANG, __version__
+from ..version import CITED, SGLANG, __version__
 from .cells import (
     fill_template,
     gigabytes,
@@ -163,6 +163,9 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     if commit:
         source = f"{source}@{commit}"
 
+    # A reader has lm-eval's tasks, not the files of whoever measured.
+    named = evaluation.get("tasks", {}).get("named", ())
+
     figures = _fill(
         "evaluation.jinja",
         evaluation=evaluation,
@@ -175,7 +178,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         verdict_meaning=verdict_meaning,
         task_summary=task_summary,
         difference_text=difference_text,
-        distribution=DISTRIBUTION,
+        known_tasks=[task for task in named if not task.endswith((".json", ".jsonl"))],
     )
     return cards.with_evaluation(card, figures)
 

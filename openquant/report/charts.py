@@ -510,13 +510,23 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
     ]
 
     if "tasks" in evaluation:
-        rows.append(("recovery in tasks", recovery_text(evaluation["tasks"]["mean"][0]), "of the source's accuracy"))
+        rows.append(("recovery in tasks", *_recovery_and_basis(evaluation["tasks"])))
 
     for number, (name, value, below) in enumerate(rows):
         height = 0.95 - 0.95 * number / (len(rows) - 0.4)
         right.text(0.0, height, name, color=_FAINT)
         right.text(1.0, height, value, ha="right", fontweight="bold")
         right.text(1.0, height - 0.055, below, ha="right", color=_FAINT, fontsize=_SMALL)
+
+
+def _recovery_and_basis(tasks: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the recovery and what it is of; no figure in large letters if chance alone may give it."""
+    metric = tasks["mean"][0]
+    recovery = recovery_text(metric)
+    low, high = metric["recovery_interval"] or (0.0, 0.0)
+    if low <= 1 <= high:
+        return "within chance", f"{recovery} of {tasks['pooled']['questions']:,} questions"
+    return recovery, "of the source's accuracy"
 
 
 def _set_caption(figure: Figure, evaluation: Mapping[str, Any], start: str) -> None:

@@ -191,7 +191,10 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
         card,
         re.M,
     )
-    assert "--tasks mine.jsonl --tasks task.json --limit 5 --samples 2" in card
+    # The files are nobody else's; a task of lm-eval is everybody's.
+    assert f"--source {EXAMPLE.name} --samples 2" in card.replace(str(EXAMPLE), EXAMPLE.name)
+    named = {**one, "tasks": {**of_tasks, "named": ["arc_easy", "mine.jsonl"]}}
+    assert " --tasks arc_easy --limit 5 --samples 2" in evaluated_card("# A card\n", "me/it", named)
 
 
 def test_an_fp8_cache_and_rounded_activations_apply_to_tasks(tmp_path: Path) -> None:

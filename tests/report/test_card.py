@@ -387,7 +387,7 @@ They differ from token 7 on.
 
 </details>
 
-To check and to measure it (`pip install openquant-llm`):
+To check and to measure it with openquant:
 
 ```
 openquant verify user/name --source org/tiny --full
