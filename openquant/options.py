@@ -274,9 +274,11 @@ class OptionGroup:
                 _check_type(name, option, annotations[name], read)
             if option.choices and read is not None and read not in option.choices:
                 flag = flags_of(name, option)[-1]
+                # What another tool calls a scheme, "fp4", is no cache.
+                meaning = None if name == "kv_cache" else meaning_of(str(read))
                 raise UsageError(
                     f"{flag}: {read} is none of {', '.join(option.choices)}",
-                    meaning_of(str(read)) or f"choose one, or leave {flag} out",
+                    meaning or f"choose one, or leave {flag} out",
                 )
             object.__setattr__(self, name, read)
 

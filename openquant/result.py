@@ -259,8 +259,8 @@ class NotebookReporter(Reporter):
         print(about)
 
     def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
-        """Draw the bar; a new one for other work."""
-        if self._bar is None or self._bar.total != total:
+        """Draw the bar; a new one for other work, as another pass over the same texts is."""
+        if self._bar is None or self._bar.total != total or done < self._bar.n:
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=total, unit=f" {unit}")

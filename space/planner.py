@@ -210,7 +210,7 @@ def planned(asked: Mapping[str, Any]) -> str:
         mixture = asked["scheme"] == MIXTURE
         if mixture:
             _check_mixture(asked["gpu"], options)
-        scheme = table.best or "int4" if mixture else asked["scheme"] or table.best or "int4"
+        scheme = table.uncalibrated or "int4" if mixture else asked["scheme"] or table.uncalibrated or "int4"
         recipe = Recipe(scheme=scheme, **options)
         chosen, options_of_plan = check_recipe(recipe, CalibrationTexts())
         if chosen is None:

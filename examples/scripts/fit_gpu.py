@@ -8,6 +8,6 @@ model, gpu, output = sys.argv[1:4]
 table = openquant.fit_table(model, gpu)
 if table.source_fits:
     raise SystemExit(f"{model} fits {gpu} as it is")
-if table.best is None:
+if table.uncalibrated is None:
     raise SystemExit(f"no scheme makes {model} fit {gpu}")
-print(openquant.compress(model, output, table.best).output)
+print(openquant.compress(model, output, table.uncalibrated).output)

@@ -137,13 +137,13 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
+            # What another tool calls a scheme, "fp4", is no cache.
+            if action.dest != "kv_cache" and (meaning := meaning_of(str(value))):
+                raise UsageError(str(error), meaning) from None
             self._refuse(str(error), str(value), list(map(str, action.choices or ())))
 
     def _refuse(self, message: str, word: str, known: Collection[str]) -> NoReturn:
-        """Raise a UsageError whose hint says what a word of another tool is here, or names the word nearest to it."""
-        meaning = meaning_of(word)
-        if meaning is not None:
-            raise UsageError(message, meaning)
+        """Raise a UsageError whose hint names the word nearest to an unknown one."""
         near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
         raise UsageError(message, "".join([*(f"did you mean {name}? " for name in near), f"see {self.prog} --help"]))
 

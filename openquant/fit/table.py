@@ -101,6 +101,11 @@ def table_of(request: CompareSchemes, checkpoint: Checkpoint, identity: str, rev
     return _Table(request, budget, planner).make(revision)
 
 
+def _can_calibrate(plan: Plan) -> bool:
+    """Return whether a calibration, GPTQ's too, can make the outputs of a model closer."""
+    return not summary.has_quantized_source(plan) and not plan.model.repeats
+
+
 class _Table:
     """Makes a table.
 
@@ -113,7 +118,6 @@ class _Table:
     def __init__(self, request: CompareSchemes, budget: Budget | None, planner: Planner) -> None:
         self.request = request
         self.planner = planner
-        self.entry = request.architecture
         self.fp8 = request.kv_cache == "fp8"
         # The engines that must load it; empty if any may.
         self.wanted = ENGINES_FOR[request.engines] if request.engines else ()
@@ -159,7 +163,9 @@ class _Table:
         # What is quantized already and fits is served as it is.
         ready = stored and bool(source_fits)
         fitting = {row.scheme: row for row in rows if row.scheme and self._fits(row)}
-        fastest, closest = advise({name: row.numbers for name, row in fitting.items()}, calibrate=not stored)
+        able = {name: row.numbers for name, row in fitting.items()}
+        fastest, closest = advise(able, calibrate=_can_calibrate(first))
+        _, uncalibrated = advise(able, calibrate=False)
 
         table = FitTable(
             model=os.fspath(self.request.model),
@@ -185,6 +191,7 @@ class _Table:
             return replace(
                 table,
                 best=cast(SchemeName, closest.scheme.name),
+                uncalibrated=uncalibrated and cast(SchemeName, uncalibrated.scheme.name),
                 command=self._command_of(closest),
                 fastest=fastest and cast(SchemeName, fastest.scheme.name),
                 fastest_command=fastest and self._command_of(fastest),
@@ -332,7 +339,7 @@ class _Table:
             return None
 
         first = kernels.get((*self.wanted, *engines)[0], {})
-        measured = least_loss(scheme, calibrate=not summary.has_quantized_source(plan))
+        measured = least_loss(scheme, calibrate=_can_calibrate(plan))
 
         quantized = [line for line in plan.lines if line.quantized]
         elements = sum(len(line.names) * prod(line.shape) for line in quantized)
@@ -596,6 +603,7 @@ class FitTable:
         best: the scheme that fits the named GPU and lost least; None if there is none, or if a quantized source fits as
             it is.
         command: the command that makes it, with its calibration.
+        uncalibrated: the scheme that fits and lost least without a calibration; None if there is none.
         fastest: the scheme that fits and that the GPU multiplies in eight bits (fit/advice.py); None if there is none.
         fastest_command: the command that makes that.
         head_schemes: by scheme, the --scheme-for of its row: "lm_head=int8-weights". A quantized output head has eight
@@ -623,6 +631,7 @@ class FitTable:
     quantize_lm_head: bool
     best: SchemeName | None = None
     command: str | None = None
+    uncalibrated: SchemeName | None = None
     fastest: SchemeName | None = None
     fastest_command: str | None = None
     head_schemes: Mapping[str, str] = field(default_factory=dict)

@@ -330,7 +330,7 @@ GPUS = (
 
 # What drivers, shops and clouds add to a name.
 _ADDED = re.compile(
-    r"nvidia|geforce|tesla|rtx|amd|instinct|radeon( ai pro)?|rx|generation|blackwell|workstation|server|edition"
+    r"nvidia|geforce|tesla|rtx|amd|instinct|radeon([ -]ai[ -]pro)?|rx|generation|blackwell|workstation|server|edition"
     r"|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]"
 )
 _APPLE = re.compile(r"(apple|mac|m[1-9]\d?(pro|max|ultra)?$)")

@@ -314,6 +314,8 @@ FEW_TOKENS = 3
 def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
     """Return a context manager in which this thread multiplies bfloat16 matrices in float32, if that is faster.
 
+    Linear layers of at most FEW_TOKENS tokens stay in bfloat16: converting their weights takes longer.
+
     Args:
         device: the device that computes. Nothing changes on others than "cpu", and on CPUs with bfloat16 instructions.
     """
@@ -327,7 +329,10 @@ def _multiplies_bfloat16() -> bool:
 
 
 class Float32Products(TorchFunctionMode):
-    """Computes matrix products and attention of bfloat16 tensors in float32 and rounds the results to bfloat16."""
+    """Computes matrix products and attention of bfloat16 tensors in float32 and rounds the results to bfloat16.
+
+    Those of a Linear with at most FEW_TOKENS tokens are left to torch.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -263,7 +263,7 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
 
         if compress is not None:
             chosen = dict(compress)
-            chosen["scheme"] = chosen.get("scheme") or found.best or "tensor"
+            chosen["scheme"] = chosen.get("scheme") or found.uncalibrated or "tensor"
             chosen["dry_run"] = True
             run = Run(**values_for(Run, chosen))
             recipe = Recipe(**values_for(Recipe, chosen))

@@ -131,7 +131,7 @@ def _advice(found: FitTable) -> str:
 
     parts = [f"<p>{text_html(line)}</p>" for line in gained_lines(found)]
     for about, command in advised(found):
-        parts.append(f"<p>{text_html(about.capitalize())}:</p>{command_html(command)}")
+        parts.append(f"<p>{text_html(about[0].upper() + about[1:])}:</p>{command_html(command)}")
 
     if found.mixture is not None:
         parts.append("<p>A mixture of schemes fills the memory, and may lose less:</p>")

@@ -98,7 +98,7 @@ def test_the_table_is_that_of_fit(example):
     (answer,) = planned((example, {"context": "1k"}))
     expected = fit_table(example, "4090", context="1k")
     assert answer["table"] == fit_html(expected).replace(str(example), "org/name")
-    assert answer["scheme"] == expected.best
+    assert answer["scheme"] == expected.uncalibrated
 
 
 def test_the_command_writes_what_was_planned(example):
