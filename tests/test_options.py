@@ -347,7 +347,6 @@ def test_texts_that_make_no_sense(subtests: pytest.Subtests) -> None:
         ({"samples": 100_001}, "100001 samples"),
         ({"length": 1}, "samples of 1 tokens"),
         ({"length": 2_000_000}, "samples of 2000000 tokens"),
-        ({"samples": 1}, "--samples 1 is fewer than the 2 texts: code, docs"),
         ({"samples": 1, "text": ["a/b.txt", "c.txt"]}, "--samples 1 is fewer than the 2 texts: b.txt, c.txt"),
         ({"samples": 1, "text": ["a/b", "b"]}, "--samples 1 is fewer than the 2 texts: a/b, b"),
     ]:

@@ -129,8 +129,11 @@ class Parser(argparse.ArgumentParser):
         """Parse words as argparse does, but refuse unknown ones here, where the options of the verb are known."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            word = unknown[0].partition("=")[0]
-            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", word, self._option_string_actions)
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+            meaning = next(filter(None, map(meaning_of, unknown)), None)
+            if meaning is not None:
+                raise UsageError(message, meaning)
+            self._refuse(message, unknown[0].partition("=")[0], self._option_string_actions)
         return found, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -491,7 +491,7 @@ def _verify(call: Call) -> int:
         option = "--full"
         if report.source is None:
             option = "--source MODEL --full"
-        report = replace(report, notes=(*report.notes, f"codes were not compared: {option} does that"))
+        report = replace(report, notes=(*report.notes, f"codes and scales were not compared: {option} does that"))
     call.show(report, verification_text)
     return EXIT_PROBLEMS if report.problems else 0
 

@@ -131,8 +131,8 @@ def _read_gpus(text: str) -> Budget | None:
     try:
         if gpu is not None:
             return Budget("gpu", gpu.memory or 0, int(_positive(count)), gpu)
-        # A name comes first: "3090Ti" is no 3090 TiB. Alone, a number is no size.
-        if re.search("[A-Za-z]$", name):
+        # "2080Ti" is a card that is not known, and no 2080 TiB. Alone, a number is no size.
+        if re.search("[A-Za-z]$", name) and not re.search(r"\d ?ti$", name, re.IGNORECASE):
             return Budget("gpu", _positive(size(name)), int(_positive(count)))
     except argparse.ArgumentTypeError:
         pass
@@ -140,9 +140,11 @@ def _read_gpus(text: str) -> Budget | None:
 
 
 def _split(text: str) -> tuple[int, str]:
-    """The number and the name of GPUs: (2, "4090") of "2x4090"."""
+    """The number and the name of GPUs: (2, "4090") of "2x4090", and (1, "7900xtx")."""
     found = re.fullmatch(r"(\d{1,4}) ?[xX] ?(.+)", text)
-    return (int(found[1]), found[2]) if found else (1, text)
+    if found is None or find_gpu(text) is not None:
+        return 1, text
+    return int(found[1]), found[2]
 
 
 def _unknown(text: str, flag: str, what: str, forms: str) -> UsageError:

@@ -202,8 +202,10 @@ def _require_engines(plan: Plan, engines: str, gpu: GPU | None) -> None:
         )
     if gpu is not None:
         experts = any(plan.entry.experts(module) for module in plan.decisions.layers)
-        if name not in schemes_on(ENGINES_FOR[engines], gpu.hardware, experts):
-            raise PlanError(f"{gpu.name} has no kernel for {name}", "name another GPU, or give --for vllm")
+        lacking = [one for one in ENGINES_FOR[engines] if name not in schemes_on((one,), gpu.hardware, experts)]
+        if lacking:
+            message = f"{lacking[0]} has no kernel for {name} on {gpu.name}"
+            raise PlanError(message, "name another GPU, or give --for vllm")
 
 
 # Mixtures that are kept after each unit. With more, of those whose sizes are closest only the best is kept.

@@ -442,7 +442,9 @@ _MEANINGS = {
     "fp4": "fp4 is --scheme nvfp4, best with --gptq",
     "awq": "awq is a method: --scheme int4 --awq",
     "gptq": "gptq is a method: --scheme int4 --gptq, or nvfp4 --gptq",
-    **dict.fromkeys(("gguf", "ollama", "llama.cpp"), _GGUF),
+    **dict.fromkeys(("bnb", "nf4", "4bit"), "four bits are --scheme int4 or nvfp4 here, best with --gptq"),
+    **dict.fromkeys(("f16", "fp16", "bf16", "bfloat16"), "16 bits are the model as it is; dequantize makes bfloat16"),
+    **dict.fromkeys(("gguf", "ollama", "llama.cpp", "llama_quantize", "llama_server", "imatrix"), _GGUF),
     "mlx": "MLX is Apple's: convert with mlx_lm.convert of mlx-lm",
 }
 
@@ -450,6 +452,6 @@ _MEANINGS = {
 def meaning_of(word: str) -> str | None:
     """Say what a word of another tool is here: "w4a16 is --scheme int4, best with --gptq"; None if it is none."""
     name = word.lower().replace("-", "_")
-    if re.match(r"i?q\d_", name):
+    if re.match(r"i?q\d_", name) or name.endswith(".gguf"):
         return _GGUF
     return _MEANINGS.get(name)

@@ -250,7 +250,8 @@ def test_a_mixture_that_is_offered_is_one_that_compress_takes(model: Path) -> No
 def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_path: Path) -> None:
     copy = qwen(tmp_path / "loops", architectures=["IQuestLoopCoderForCausalLM"], loop_num=2, loop_window_size=64)
     found = fit_table(copy, "30GB", context=2048)
-    assert found.best is not None and found.mixture is None
+    assert (found.best, found.best, found.mixture) == (found.uncalibrated, "int5", None)
+    assert found.command == f"openquant compress -m {copy} --scheme int5"
 
 
 def test_experts_have_kernels_of_their_own(tmp_path: Path) -> None:
@@ -277,6 +278,14 @@ def test_radeons_get_nothing_that_only_nvidia_runs(model: Path) -> None:
     longest = min(row.holds[0].longest or 0 for row in found.schemes if row.scheme in ("int8-weights", "int8"))
     assert fit_text(found).splitlines()[-1] == f"serve it with --max-model-len {longest} or less"
     assert table(model, "2xr9700").refused.keys() == only_nvidia
+    assert [target.name for target in table(model, "7900xtx", context=64).targets] == ["RX 7900 XTX"]
+
+
+def test_a_card_that_is_not_known_is_no_size_in_tebibytes(model: Path) -> None:
+    for name in ("2080ti", "4060 Ti", "2x1080Ti"):
+        with pytest.raises(UsageError, match="is no GPU that is known"):
+            table(model, name)
+    assert table(model, "1TiB").targets[0].memory_bytes == 1 << 40
 
 
 def test_without_a_gpu_there_are_three_sizes_and_no_command(model: Path) -> None:

@@ -288,7 +288,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
         (UsageError, {"candidates": "tensor"}, "--candidates names tensor, whose `fp8` config has one scheme for all layers"),
         (UsageError, {"candidates": ["int4", "int4"]}, "--candidates names a scheme twice"),
         (OpenQuantError, {"candidates": "int4,int5"}, "SGLang does not load int5 of this model: "),
-        (OpenQuantError, {"fit": "T4", "candidates": "int4"}, "T4 has no kernel for int4"),
+        (OpenQuantError, {"fit": "T4", "candidates": "int4"}, "SGLang has no kernel for int4 on T4"),
         (UsageError, {"fit": None, "context": 4096}, "--context, --for and --candidates are for --fit"),
     ]  # fmt: skip
     for kind, given, message in rows:

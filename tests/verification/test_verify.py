@@ -895,11 +895,11 @@ def test_layers_that_were_not_decoded_are_counted(ours: tuple[Path, Path]) -> No
 
 def test_the_command_says_that_codes_were_not_compared(ours: tuple[Path, Path]) -> None:
     source, out = ours
-    note = "codes were not compared: --source MODEL --full does that"
+    note = "codes and scales were not compared: --source MODEL --full does that"
     assert json.loads(run_openquant("verify", out, "--json").stdout)["notes"] == [note]
     assert run_openquant("verify", out).stdout.endswith(f"\nnote: {note}\n")
     held = run_openquant("verify", out, "--source", source, "--json")
-    assert json.loads(held.stdout)["notes"] == ["codes were not compared: --full does that"]
+    assert json.loads(held.stdout)["notes"] == ["codes and scales were not compared: --full does that"]
     compared = run_openquant("verify", out, "--source", source, "--full", "--json")
     assert json.loads(compared.stdout)["notes"] == []
 
