@@ -281,6 +281,8 @@ def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest
         (["compress", "x", "--scheme", "awq"], "awq is a method: --scheme int4 --awq"),
         (["compress", "x", "--scheme", "Q4_K_M"], GGUF),
         (["compress", "x", "--scheme", "gguf"], GGUF),
+        (["compress", "x", "y", "Q4_K_M"], GGUF),
+        (["compress", "x", "--kv-cache", "fp4"], "did you mean fp8? see openquant compress --help"),
         (["compress", "x", "--scheme", "mlx"], "MLX is Apple's: convert with mlx_lm.convert of mlx-lm"),
     ]:
         with subtests.test(words=words, hint=hint):

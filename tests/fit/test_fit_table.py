@@ -29,6 +29,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import OVERHEAD, UTILIZATION
 from openquant.report.fit import fit_text
+from openquant.web.choices import make_sections
 from support import small_checkpoints
 from support.loopback_hub import COMMIT, LoopbackHub
 
@@ -252,6 +253,14 @@ def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_pat
     found = fit_table(copy, "30GB", context=2048)
     assert (found.best, found.best, found.mixture) == (found.uncalibrated, "int5", None)
     assert found.command == f"openquant compress -m {copy} --scheme int5"
+
+
+def test_the_page_takes_the_closest_that_is_made_without_texts(model: Path, tmp_path: Path) -> None:
+    """It compresses without a calibration unless that is asked for."""
+    fit = {"model": str(model), "gpu": "30GB", "context": 2048}
+    assert str(fit_table(**fit).command).endswith("--scheme nvfp4 --gptq")
+    compress = {"model": str(model), "output": str(tmp_path / "out"), "scheme": ""}
+    assert make_sections(compress, fit)["scheme"] == "int5"
 
 
 def test_experts_have_kernels_of_their_own(tmp_path: Path) -> None:
