@@ -447,3 +447,12 @@ def test_ranks_stream_and_publish(job: Job, tmp_path: Path, source: Path, one: d
         assert len(hub.commits("user/name")) == 2
     assert {name for name in one if found.get(name) != one[name]} == {"README.md", ".openquant.json"}
     assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_ranks_must_see_the_same_source(job: Job, source: Path, tmp_path: Path) -> None:
+    other = small_checkpoints.write(tmp_path / "other", shards=2)
+    begun = [job.start(rank, "-m", root, "-o", tmp_path / "out", "-q") for rank, root in enumerate((source, other))]
+    printed = "".join(rank.communicate(60)[1] for rank in begun)
+    assert [rank.returncode for rank in begun] == [2, 2]
+    assert printed == "error: ranks see different sources\nhint: let all of them read the same files\n"
+    assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_our_own_texts_for_one_purpose_are_not_for_the_other() -> None:
             line
             for each in own_texts(purpose).values()
             for text in each
-            for line in str(text).split("\\n")
+            for line in re.split(r"\\n|\n", str(text))
             if len(line) > 60
         }
         for purpose in PURPOSES

@@ -190,3 +190,17 @@ def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
         assert found(First(data=given.value.args[0]), count) == alone
     assert alone.outputs[0]["layers"][1]["routed_otherwise"] > 0
     assert any("static scales clip" in each for each in alone.outputs[0]["reasons"])
+
+
+def test_ranks_must_be_calibrated_on_the_same_texts(job: Job, tmp_path: Path) -> None:
+    begun = []
+    for rank, words in enumerate(("one two three ", "other words here ")):
+        text = tmp_path / str(rank) / "mine.txt"
+        text.parent.mkdir()
+        text.write_text(words * 2000)
+        given = ("-m", EXAMPLE, "-o", tmp_path / "out", "--samples", 2, "--length", 16, "-q")
+        given += ("--activation-scheme", "static")
+        begun.append(job.start(rank, *given, "--text", text))
+    printed = "".join(rank.communicate(60)[1] for rank in begun)
+    assert [rank.returncode for rank in begun] == [2, 2]
+    assert printed == "error: ranks see different texts or checkpoints\nhint: let all of them read the same files\n"

@@ -45,3 +45,8 @@ def test_counts_are_never_said_to_be_more(subtests: pytest.Subtests) -> None:
     ]:
         with subtests.test(count=count, text=text):
             assert short(count) == text
+
+
+def test_one_gpu_is_fewer_than_two_smaller_ones() -> None:
+    fits = (Fit(24, 2, None, None), Fit(48, 1, None, None), Fit(80, 1, None, None))
+    assert Serving(10**9, None, "", fits).fewest == fits[1]

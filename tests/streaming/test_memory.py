@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,3 +224,16 @@ def test_sizes_may_be_those_of_the_text_config(tmp_path: Path) -> None:
         # Hidden states and embeddings, two bytes a value.
         assert hidden_bytes(checkpoint, 10) == 10 * size * 2 * 2, config
         assert vocabulary_of(checkpoint) == vocabulary, config
+
+
+def test_a_process_that_has_imported_no_transformers_counts_that() -> None:
+    """In one of its own: forks have imported it."""
+    code = (
+        "from openquant.machine import peak_rss\n"
+        "from openquant.streaming.memory import MemoryStep\n"
+        "needed = MemoryStep('a pass', 0).needed\n"
+        "import openquant.calibration.run, openquant.evaluation.as_served, openquant.streaming.model\n"
+        "print(needed - peak_rss())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0 <= int(done.stdout) < 256 << 20

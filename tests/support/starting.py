@@ -44,6 +44,8 @@ IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers",
 )  # fmt: skip
 OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands", "openquant.streaming.model")
+# As it was before any test changed it: the process is started by whichever test needs it first.
+ENVIRONMENT = dict(os.environ)
 # Processes that outlive the tests they work for, which count with all that they have started.
 others: set[int] = set()
 # Processor seconds of the commands that have ended, which are nobody's children here.
@@ -228,11 +230,11 @@ def address(imported: Sequence[str] = (*IMPORTED, *OURS)) -> str:
     """The socket of the process, which is started if nobody has; what it read of the environment is beside it."""
     if ADDRESS not in os.environ:
         socket_path = f"{tempfile.mkdtemp(prefix='openquant-starter-')}/socket"
-        Path(f"{socket_path}.json").write_text(json.dumps(_read_at_import(os.environ)))
+        Path(f"{socket_path}.json").write_text(json.dumps(_read_at_import(ENVIRONMENT)))
         process = subprocess.Popen(
             [sys.executable, __file__, socket_path, *imported],
             # torch logs as it does for the command, which sets this before it imports torch.
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"},
+            env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"},
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
