@@ -1015,7 +1015,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stderr == f"error: nothing in {tmp_path / 'out'} is quantized\nhint: there is nothing to dequantize\n"
     dry = run_openquant("dequantize", source, "-o", tmp_path / "other", "--dry-run")
     assert dry.returncode == 0
-    assert "BF16  model.layers.{0..1}.mlp.down_proj" in dry.stdout
+    assert "BF16   787 kB  1.57 MB  model.layers.{0..1}.mlp.{down,gate,up}_proj\n" in dry.stdout
     assert "all weights in bfloat16 (14 layers)" in dry.stdout
     assert not (tmp_path / "other").exists()
 
