@@ -286,7 +286,8 @@ INT8_W8A8 = Scheme(
     tag="int8-w8a8",
     notes=(
         # vLLM kernels/linear/scaled_mm/cutlass.py:34-41 claims every GPU, and fails on sm100 and sm120.
-        "INT8 activations are for NVIDIA GPUs from Turing to Hopper, in SGLang from Ampere on, and for CPUs in vLLM; "
+        "INT8 activations are for NVIDIA GPUs from Turing to Hopper, in SGLang from Ampere on, and in vLLM for AMD's "
+        "GPUs and for CPUs; "
         f"{VLLM} fails with them on Blackwell, where FP8 is as small",
         "where some channels of the activations are outliers, one INT8 scale for each token loses more than FP8 does: "
         "measure the result; --smooth 0.5 folds them into weights, --scheme int8-weights leaves activations alone",
@@ -307,7 +308,7 @@ INT8_W8A16 = Scheme(
     notes=(
         "activations stay as they are, which keeps outlier channels and is the most exact of all schemes (KL 0.005 to "
         "the source on SmolLM2-135M, as --scheme int8 0.037); it saves memory, not arithmetic: for NVIDIA GPUs "
-        "from Turing on, in SGLang from Ampere on, and not for CPUs",
+        "from Turing on, in SGLang from Ampere on, in vLLM for AMD's GPUs too, and not for CPUs",
     ),
 )
 
@@ -460,7 +461,7 @@ _INT4 = _Width(
     (
         "four bits lose more than eight: KL 0.37 to the source on SmolLM2-135M, with --awq --gptq 0.10, as "
         "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
-        "Ampere on, and for CPUs in vLLM",
+        "Ampere on, and in vLLM for AMD's GPUs and for CPUs",
     ),
 )
 _WIDTHS = (
