@@ -56,7 +56,7 @@ from .plan.serving import serving_to_json
 from .plan.summary import Explanation, explain_modules
 from .recipes import Request, check_recipe, recipe_of
 from .report.cells import gigabytes
-from .result import Place, Preview, Reporter, Result, lost_notes, zero_notes
+from .result import Place, Preview, Reporter, Result, default_reporter, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.checks import require_sound
 from .weights.statistics import read_calibration
@@ -94,7 +94,7 @@ def compress(
         OpenQuantError: something that the caller can fix; errors.py has the kinds.
     """
     request = check_request(run, recipe, texts, fit)
-    reporter = reporter or Reporter()
+    reporter = reporter or default_reporter()
     start = time.monotonic()
 
     with connect_ranks(ranks) as ranks:
@@ -253,7 +253,7 @@ def dequantize(run: Run, ranks: Ranks | None = None, reporter: Reporter | None =
     Raises:
         OpenQuantError: nothing in it is quantized, or something else that the caller can fix.
     """
-    reporter = reporter or Reporter()
+    reporter = reporter or default_reporter()
     start = time.monotonic()
 
     with connect_ranks(ranks) as ranks:
@@ -460,7 +460,7 @@ def diagnose(request: Diagnose, reporter: Reporter | None = None) -> Diagnosis:
     Raises:
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
-    progress = partial((reporter or Reporter()).on_progress, unit="bytes")
+    progress = partial((reporter or default_reporter()).on_progress, unit="bytes")
     chosen = find_scheme(request.scheme)
 
     source, checkpoint = open_model(request.model, request.revision, request.stream)

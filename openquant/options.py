@@ -16,7 +16,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
@@ -36,7 +35,6 @@ from .formats.hardware import (
     SchemeName,
     meaning_of,
 )
-from .result import NotebookReporter
 from .version import CITED
 
 # The titles of --help, in this order.
@@ -1168,10 +1166,7 @@ def verb(
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
             groups = [kind(**values_for(kind, given)) for kind in kinds]
-            others = {name: given[name] for name in given if name not in names}
-            if "reporter" in signature.parameters and others.get("reporter") is None and "ipykernel" in sys.modules:
-                others["reporter"] = NotebookReporter()
-            return function(*groups, **others)
+            return function(*groups, **{name: given[name] for name in given if name not in names})
 
         # Python 3.13 removes the indentation of docstrings; cleandoc does it in all versions.
         text = inspect.cleandoc(function.__doc__ or "")

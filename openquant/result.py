@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -276,3 +277,8 @@ class NotebookReporter(Reporter):
     def on_advance(self, nbytes: int) -> None:
         """Move it on."""
         self.on_progress(self._bar.n + nbytes, self._bar.total)
+
+
+def default_reporter() -> Reporter:
+    """Return the reporter of a call that was given none: in a notebook it draws bars."""
+    return NotebookReporter() if "ipykernel" in sys.modules else Reporter()

@@ -39,7 +39,7 @@ from ..plan import summary
 from ..plan.decisions import PlanOptions, rounded_bytes
 from ..plan.plan import Plan
 from ..recipes import Request
-from ..result import Place, Preview, Reporter
+from ..result import Place, Preview, Reporter, default_reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, hessian_memory, memory_left
 from ..streaming.session import (
     BUDGET,
@@ -95,7 +95,7 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return ranks.all_do(lambda: _calibrate(options, texts, ranks, reporter or Reporter()))
+        return ranks.all_do(lambda: _calibrate(options, texts, ranks, reporter or default_reporter()))
 
 
 def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:

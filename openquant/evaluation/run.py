@@ -26,7 +26,7 @@ from ..job import file_places, model_place
 from ..machine import find_device
 from ..options import Evaluate, Texts, files_read, verb
 from ..plan.architecture import known_architecture
-from ..result import Place, Preview, Reporter
+from ..result import Place, Preview, Reporter, default_reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
@@ -72,7 +72,7 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return ranks.all_do(lambda: _evaluate(options, texts, ranks, reporter or Reporter()))
+        return ranks.all_do(lambda: _evaluate(options, texts, ranks, reporter or default_reporter()))
 
 
 def _evaluate(options: Evaluate, texts: Texts, ranks: Ranks, reporter: Reporter) -> Evaluation:

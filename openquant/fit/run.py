@@ -31,7 +31,7 @@ from ..options import FitOptions, Recipe, Run, Search, Texts, values_for, verb
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..recipes import Request
-from ..result import Reporter
+from ..result import Reporter, default_reporter
 from ..streaming.memory import memory_left
 from .budget import Budget, read_budget, read_gpus, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
@@ -330,7 +330,7 @@ def search_mixtures(request: Search, reporter: Reporter | None = None) -> Search
         OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
             can fix.
     """
-    reporter = reporter or Reporter()
+    reporter = reporter or default_reporter()
     budget = None if request.gpu is None else read_gpus(request.gpu)
     opened = open_source(Run(**values_for(Run, vars(request))), Ranks(), reporter)
 

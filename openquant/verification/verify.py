@@ -39,7 +39,7 @@ from ..plan.completeness import check_layer_count, compare_with_class, token_mis
 from ..plan.decisions import PlanOptions, gptq_weights
 from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
 from ..registry.architecture import Architecture, ModuleRules
-from ..result import Reporter, lost_notes
+from ..result import Reporter, default_reporter, lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
@@ -68,7 +68,7 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
             source cannot be opened; or an option does not make sense.
     """
     start = time.monotonic()
-    reporter = reporter or Reporter()
+    reporter = reporter or default_reporter()
     _check_options(options)
     directory = os.fspath(options.directory)
     checked = find_whole(directory, reporter.on_note)
