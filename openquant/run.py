@@ -19,7 +19,7 @@ from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
 from .files.checkpoint import open_checkpoint, readable
 from .files.destination import output_errors
-from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, read_small
+from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE, MAX_SMALL, read_small
 from .files.output import REPLACE, Claim
 from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
@@ -465,7 +465,21 @@ def _card(plan: Plan, source: Source, target: Path) -> bytes:
             base = read_small(source.root / CARD_FILE, CARD_FILE).decode("utf-8-sig", errors="replace")
     # A directory name that is no UTF-8 could not be written into the card.
     directory = os.fsencode(Path(os.path.realpath(target)).name).decode("utf-8", "replace")
-    return model_card(base, plan, source.name, source.repo, source.revision, directory).encode()
+    template = _has_chat_template(plan, source)
+    return model_card(base, plan, source.name, source.repo, source.revision, directory, template).encode()
+
+
+def _has_chat_template(plan: Plan, source: Source) -> bool:
+    if {"chat_template.jinja", "chat_template.json"} & plan.files.keys():
+        return True
+
+    name = "tokenizer_config.json"
+    path = source.root / name
+    # Before a push that is only tried, the file is not fetched.
+    if plan.files.get(name, MAX_SMALL + 1) > MAX_SMALL or not path.is_file():
+        return False
+    with readable():
+        return b'"chat_template"' in read_small(path, name)
 
 
 def _index(plan: Plan) -> bytes:

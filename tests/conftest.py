@@ -160,7 +160,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let results be as wide as they are, so that a test finds a sentence in one line (test_columns.py wraps them), and bars be drawn."""
     monkeypatch.setenv("COLUMNS", "500")
-    for name in ("CI", "NO_COLOR"):
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
@@ -234,8 +234,10 @@ def tree(root: Path) -> dict[str, bytes]:
     found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
     files = {name: path.read_bytes() for name, path in found.items()}
     if "README.md" in files:
+        name = re.escape(root.name.encode())
         before = rb"(?m)^(#|vllm serve|python -m sglang\.launch_server --model-path) "
-        files["README.md"] = re.sub(before + re.escape(root.name.encode()) + b"$", rb"\1 DIR", files["README.md"])
+        card = re.sub(before + name + b"$", rb"\1 DIR", files["README.md"])
+        files["README.md"] = re.sub(b'(?m)(?<=^llm = LLM\\(")' + name + b'"', b'DIR"', card)
     return files
 
 

@@ -58,6 +58,8 @@ CONTEXT = {"vLLM": "--max-model-len", "SGLang": "--context-length"}
 POOLING = {"vLLM": "--runner pooling", "SGLang": "--is-embedding"}
 # Flags that may follow a command (formats/numbers.py).
 _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
+# What python_call() returns.
+_CALL = re.compile(r'(?<=^llm = )LLM\("(?:[^"\\]|\\.)*"(?:, revision="[^"]*")?', re.MULTILINE)
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # Value of the row "rounded by" for weights that are not rounded to nearest.
 ROUNDED_BY_GPTQ = "GPTQ"
@@ -190,17 +192,16 @@ def with_evaluation(card: str, evaluation: str) -> str:
         evaluation: lines that begin with EVALUATION_HEADING and end with the command of the evaluation and a newline.
 
     Returns:
-        The text of the new README.md. The evaluation stands before MADE_HEADING; at the end of cards that openquant did
-        not write.
+        The text of the new README.md. The evaluation stands before SOURCE_HEADING, or else at the end.
     """
     start, end = _own_span(card) or (0, len(card))
-    part = _EVALUATION.sub("", card[start:end])
-    made = _MADE.search(part)
-    if made:
-        part = f"{part[: made.start()]}{evaluation}\n{part[made.start() :]}"
-    else:
-        part = f"{part.rstrip()}\n\n{evaluation}".lstrip("\n")
-    return card[:start] + part + card[end:]
+    part = _EVALUATION.sub("", card[start:end]).rstrip()
+    own = evaluation
+    if part:
+        own = f"{part}\n\n{evaluation}"
+    if end < len(card):
+        own += "\n"
+    return card[:start] + own + card[end:]
 
 
 def evaluation_in(card: str) -> str | None:
@@ -396,6 +397,7 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     first = pattern.search(block[0])
     commands = pattern.sub(lambda match: f"{match[1]} {serve_argument(repo, revision)}{match[3]}", block[0])
 
+    after = _CALL.sub(lambda _: python_call(repo, revision), card[block.end() : end])
     before = card[start : block.start()]
     if first is not None:
         # The title is the directory's name, unless somebody changed it.
@@ -403,7 +405,20 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
         title = rf"\A(\s*# ){re.escape(name)}$"
         before = re.sub(title, lambda match: f"{match[1]}{repo.rpartition('/')[2]}", before, flags=re.MULTILINE)
 
-    return card[:start] + before + commands + card[block.end() :]
+    return card[:start] + before + commands + after + card[end:]
+
+
+def python_call(output: str, revision: str | None = None) -> str:
+    """Return the beginning of the call that loads an output with vLLM: 'LLM("org/name", revision="refs/pr/1"'.
+
+    Args:
+        output: directory or repository.
+        revision: revision of the repository; None for main or a directory.
+    """
+    call = f"LLM({json.dumps(output, ensure_ascii=False)}"
+    if revision:
+        call += f", revision={json.dumps(revision)}"
+    return call
 
 
 def serve_argument(output: str, revision: str | None) -> str:

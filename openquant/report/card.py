@@ -13,7 +13,7 @@ import posixpath
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import yaml
@@ -28,15 +28,18 @@ from ..plan.completeness import NOT_CHECKED
 from ..plan.decisions import tokens_of
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, has_fp8_cache, required_package
+from ..plan.serving import FEWEST_TOKENS, Fit, Serving
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, SGLANG, __version__
 from .cells import (
+    count_of,
     fill_template,
     gigabytes,
     list_first,
     markdown,
     optional,
+    short,
     shorten,
     task_summary,
     terminal,
@@ -48,7 +51,15 @@ from .cells import (
 _SAFE = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
-def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
+def model_card(
+    base: str | None,
+    plan: Plan,
+    name: str,
+    repo: str | None,
+    revision: str | None,
+    directory: str,
+    has_template: bool = False,
+) -> str:
     """Write the model card of an output.
 
     Args:
@@ -58,6 +69,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         repo: the source's Hub repository, such as "org/name"; None if unknown.
         revision: the source's commit on the Hub; None if unknown.
         directory: name of the output directory, for the commands.
+        has_template: whether the model has a chat template.
 
     Returns:
         The text of README.md, with YAML metadata.
@@ -72,7 +84,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     linked = repo
     if repo and not _SAFE.fullmatch(repo):
         linked = None
-    card = f"---\n{front}---\n\n{_own_part(plan, name, linked, revision, directory)}"
+    card = f"---\n{front}---\n\n{_own_part(plan, name, linked, revision, directory, has_template)}"
 
     text = source_section(cards.source_text(base), 3, linked, revision, plan.files)
     if text:
@@ -178,7 +190,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         verdict_meaning=verdict_meaning,
         task_summary=task_summary,
         difference_text=difference_text,
-        known_tasks=[task for task in named if not task.endswith((".json", ".jsonl"))],
+        known_tasks=[task for task in named if not task.endswith((".json", ".jsonl", ".yaml", ".yml"))],
     )
     return cards.with_evaluation(card, figures)
 
@@ -194,7 +206,7 @@ def _fill(name: str, **values: Any) -> str:
         "interval": _interval,
         "texts_from": _texts_from,
         "size_and_origin": _size_and_origin,
-        "excerpt": lambda text: markdown(shorten(text, _TEXT_LENGTH)),
+        "excerpt": lambda text: markdown(shorten(text.strip(), _TEXT_LENGTH)),
         "sentence": lambda text: f"{text[0].upper()}{text[1:]}.",
         "hardware": _hardware,
         "bar": _bar,
@@ -336,20 +348,107 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    flags = dict.fromkeys(cards.POOLING, "")
-    if not plan.model.has_head:
-        flags = {engine: f" {option}" for engine, option in cards.POOLING.items()}
-    if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8":
-        flags["vLLM"] += f" {FLAG}"
-    context = _context(plan)
-
     lines = [f"pip install {package}" for package in _packages(plan)]
     for engine in summary.engines(plan):
-        command = f"{cards.COMMANDS[engine]} {cards.serve_argument(output, revision)}{flags[engine]}"
-        if context is not None:
-            command += f" {cards.CONTEXT[engine]} {context}"
-        lines.append(command)
+        command = f"{cards.COMMANDS[engine]} {cards.serve_argument(output, revision)}"
+        lines.append(" ".join([command, *_flags(plan, engine)]))
     return lines
+
+
+def _flags(plan: Plan, engine: str) -> list[str]:
+    """Return the options of an engine that an output needs, each with its value: ["--max-model-len 8192"]."""
+    flags = []
+    if not plan.model.has_head:
+        flags.append(cards.POOLING[engine])
+    if engine == "vLLM" and has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8":
+        flags.append(FLAG)
+    context = _context(plan)
+    if context is not None:
+        flags.append(f"{cards.CONTEXT[engine]} {context}")
+    return flags
+
+
+def _python_settings(plan: Plan) -> str:
+    """Return vLLM's options as arguments of its class LLM: ", max_model_len=8192"."""
+    settings = ""
+    for flag in _flags(plan, "vLLM"):
+        name, value = flag.removeprefix("--").replace("-", "_").split()
+        if not value.isdecimal():
+            value = f'"{value}"'
+        settings += f", {name}={value}"
+    return settings
+
+
+class _Request(NamedTuple):
+    """Text that an engine is given: path and body of a request, and the call of vLLM in Python."""
+
+    path: str
+    body: str
+    code: str
+
+
+_MESSAGES = '[{"role": "user", "content": "What is FP8?"}]'
+_CHAT = _Request(
+    "chat/completions",
+    f'{{"messages": {_MESSAGES}, "max_tokens": 200}}',
+    f"llm.chat({_MESSAGES}, SamplingParams(max_tokens=200))[0].outputs[0].text",
+)
+_COMPLETION = _Request(
+    "completions",
+    '{"prompt": "The number format FP8 is", "max_tokens": 50}',
+    'llm.generate("The number format FP8 is", SamplingParams(max_tokens=50))[0].outputs[0].text',
+)
+_EMBEDDING = _Request("embeddings", '{"input": "FP8"}', 'llm.embed("FP8")[0].outputs.embedding')
+
+
+def _request(model: Architecture, has_template: bool) -> _Request | None:
+    """Return a request that a model answers; None for a classifier, of which each has its own inputs.
+
+    It names no model: vLLM and SGLang then take the one that they serve.
+    """
+    if TASK_HEAD in model.keep:
+        return None
+    if not model.has_head:
+        return _EMBEDDING
+    if has_template:
+        return _CHAT
+    return _COMPLETION
+
+
+def _memory(plan: Plan) -> str:
+    """Say what serves an output: "one 24 GB GPU: 105k tokens, 12 sequences of 8,192 at once"; "" if not known."""
+    serving = summary.serving(plan)
+    if serving is None:
+        return ""
+    return memory_text(serving[1], has_fp8_cache(plan))
+
+
+def memory_text(output: Serving, fp8: bool) -> str:
+    """Say which GPUs serve an output, and what they hold: "one 24 GB GPU: 105k tokens, 12 sequences of 8,192 at once".
+
+    Args:
+        output: the output's size and the GPUs that serve it, for each GPU size.
+        fp8: whether the output's KV cache is FP8 rather than bfloat16.
+    """
+    fewest = output.fewest
+    if fewest is None:
+        return "8 GPUs of 192 GB are too few, or do not divide it"
+
+    text = gpus_text(fewest)
+    tokens = fewest.tokens_fp8 if fp8 else fewest.tokens_bf16
+    if output.cache is None or tokens is None:
+        return text + optional("; how many tokens they hold is not known: {}", output.unknown)
+
+    context = min(FEWEST_TOKENS, output.cache.length or FEWEST_TOKENS)
+    sequences = output.cache.at_once(tokens, context, fp8, fewest.gpus or 1)
+    return f"{text}: {short(tokens)} tokens, {count_of(sequences, 'sequence')} of {context:,} at once"
+
+
+def gpus_text(fit: Fit) -> str:
+    """Name GPUs by number and size: "one 24 GB GPU", "2 GPUs of 48 GB"."""
+    if fit.gpus == 1:
+        return f"one {fit.gpu_gb} GB GPU"
+    return f"{fit.gpus} GPUs of {fit.gpu_gb} GB"
 
 
 def _packages(plan: Plan) -> list[str]:
@@ -441,7 +540,7 @@ def _hardware(places: Mapping[str, list[str]]) -> str:
     return "; ".join(parts)
 
 
-def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
+def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str, has_template: bool) -> str:
     """Return the text of a card before the source's."""
     computed = _computed_on(plan)
 
@@ -463,6 +562,9 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         before=gigabytes(summary.source_bytes(plan)),
         after=gigabytes(summary.output_bytes(plan)),
         commands=serve_commands(plan, directory),
+        request=_request(plan.model, has_template),
+        python_call=cards.python_call(directory) + _python_settings(plan),
+        memory=_memory(plan),
         computed=computed,
         versions=CITED,
         sglang=SGLANG,

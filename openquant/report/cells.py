@@ -86,6 +86,13 @@ def list_first(names: Sequence[str], most: int, rest: str = "more") -> str:
     return listed
 
 
+def count_of(number: int | str, noun: str) -> str:
+    """Say how many there are: "1 shard", "2 shards", "no shards"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
+
+
 def spoken(seconds: float) -> str:
     """Format a duration in seconds, at least one second: "5 seconds", "3 minutes", "2.5 hours"."""
     if seconds < 1.5:
@@ -138,7 +145,7 @@ def short(count: int | None) -> str:
 
 
 def paragraphs(lines: Iterable[str], width: int | None = None) -> list[str]:
-    """Wrap lines at spaces, and escape what a terminal obeys. Words are never cut, such as a path.
+    """Wrap lines at spaces, and escape what a terminal obeys. No word is cut, such as a path, and no command.
 
     Args:
         lines: lines of prose. What begins a line with spaces is indented by two more where it goes on.
@@ -147,7 +154,18 @@ def paragraphs(lines: Iterable[str], width: int | None = None) -> list[str]:
     Returns:
         The lines; one with a longer word is longer.
     """
-    return [part for line in lines for part in _wrap(terminal(line), width)]
+    glued = [COMMAND.sub(lambda match: match[0].replace(" ", _GLUE), terminal(line)) for line in lines]
+    return [part.replace(_GLUE, " ") for line in glued for part in _wrap(line, width)]
+
+
+# A command within a sentence: after a colon up to the end of the phrase; elsewhere as far as its words show.
+COMMAND = re.compile(
+    r"(?<=: )(?:(?<!hint: )openquant|pip|hf|python) [^,;\n]*[^,;\n ]"
+    r"|\b(?:openquant (?:compress|dequantize|push|diagnose|explain|calibrate|eval|verify|fit|web)|hf auth login)\b"
+    r"(?: (?:-[\w-]*\w|[A-Z]+\b|keep))*"
+)
+# Stands for a space at which no line ends. It is none of an escaped text.
+_GLUE = "\0"
 
 
 def table(

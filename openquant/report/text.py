@@ -17,19 +17,28 @@ from ..plan import summary
 from ..plan.decisions import rounded_bytes
 from ..plan.layout import PlanLine
 from ..plan.plan import Plan, has_fp8_cache, ignored_layers
-from ..plan.serving import CACHED, FEWEST_TOKENS, Fit, Serving
+from ..plan.serving import CACHED, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
-from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands
+from .card import (
+    SIDES,
+    answers,
+    difference_text,
+    engines_that_read,
+    gpus_text,
+    memory_text,
+    percent,
+    serve_commands,
+)
 from .cells import (
     NOTHING,
+    count_of,
     gigabytes,
     join_lines,
     list_first,
     optional,
     paragraphs,
-    short,
     shorten,
     table,
     task_rows,
@@ -154,9 +163,9 @@ def _facts(plan: Plan, download: Download, space: DiskSpace | None) -> list[str]
 
 def _disk_line(plan: Plan, weights: int, space: DiskSpace | None) -> str:
     """Say what an output takes on the disk, and what a run takes meanwhile."""
-    shards = _count(len(plan.layout.shards), "shard")
+    shards = count_of(len(plan.layout.shards), "shard")
     line = f"disk:     {gigabytes(weights + sum(plan.files.values()))} in {shards} and "
-    line += _count(len(plan.files), "other file")
+    line += count_of(len(plan.files), "other file")
     if plan.gptq_rounded:
         line += f", and {gigabytes(rounded_bytes(plan.gptq_rounded))} meanwhile for rounded layers"
     if space and space.needed not in (0, space.output):
@@ -168,7 +177,7 @@ def _download_line(download: Download, space: DiskSpace | None) -> str:
     """Say how much is downloaded, and where it goes."""
     line = f"download: {gigabytes(download.nbytes)}"
     if download.files:
-        line += f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})"
+        line += f" ({gigabytes(download.file_bytes)} in {count_of(download.files, 'other file')})"
 
     streamed = download.streamed and f"{gigabytes(download.streamed)} at a time"
     if space and space.streamed:
@@ -184,28 +193,13 @@ def serving_line(source: Serving, output: Serving, fp8: bool = False) -> str:
         output: the output's size and the GPUs that serve it, for each GPU size.
         fp8: whether the output's KV cache is FP8 rather than bfloat16.
     """
-    fewest = output.fewest
-    if fewest is None:
-        return "serving:  8 GPUs of 192 GB are too few, or do not divide it"
+    line = f"serving:  {memory_text(output, fp8)}"
+    if output.fewest is None:
+        return line
 
-    line = f"serving:  {_gpus(fewest)}"
-    tokens = fewest.tokens_fp8 if fp8 else fewest.tokens_bf16
-    if output.cache is None or tokens is None:
-        line += optional("; how many tokens they hold is not known: {}", output.unknown)
-    else:
-        context = min(FEWEST_TOKENS, output.cache.length or FEWEST_TOKENS)
-        sequences = output.cache.at_once(tokens, context, fp8, fewest.gpus or 1)
-        line += f": {short(tokens)} tokens, {_count(sequences, 'sequence')} of {context:,} at once"
-
-    if source.fewest is not None and _gpus(source.fewest) != _gpus(fewest):
-        line += f"; the source needs {_gpus(source.fewest)}"
+    if source.fewest is not None and gpus_text(source.fewest) != gpus_text(output.fewest):
+        line += f"; the source needs {gpus_text(source.fewest)}"
     return f"{line}. By card: openquant fit MODEL --gpu 4090"
-
-
-def _gpus(fit: Fit) -> str:
-    if fit.gpus == 1:
-        return f"one {fit.gpu_gb} GB GPU"
-    return f"{fit.gpus} GPUs of {fit.gpu_gb} GB"
 
 
 def _indented_table(rows: Sequence[Sequence[str]], width: int | None, left: Sequence[int] = (0,)) -> list[str]:
@@ -289,7 +283,8 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
         notes.append(f"note: of the tensors that are not quantized {listed}: {remark}")
     if unread:
         notes.append(
-            f"note: {_count(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and infinity"
+            f"note: {count_of(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and "
+            "infinity"
         )
     return [terminal(note) for note in notes]
 
@@ -329,7 +324,7 @@ def verification_text(report: Report, width: int | None = None) -> str:
     Returns:
         The text, lines separated by newlines.
     """
-    count = _count(len(report.problems) or "no", "problem")
+    count = count_of(len(report.problems) or "no", "problem")
     lines = [f"{report.directory}: {count}, {report.seconds:.1f} s"]
     lines += [f"problem: {problem}" for problem in report.problems]
     if report.problems:
@@ -338,13 +333,13 @@ def verification_text(report: Report, width: int | None = None) -> str:
     lines += filter(None, [", ".join(filter(None, [report.architecture, report.format]))])
     if report.architecture is not None:
         lines.append(
-            f"{gigabytes(report.nbytes)} in {_count(report.shards, 'shard')}: {_count(report.tensors, 'tensor')}, "
-            f"{_count(report.quantized, 'quantized layer')}"
+            f"{gigabytes(report.nbytes)} in {count_of(report.shards, 'shard')}: {count_of(report.tensors, 'tensor')}, "
+            f"{count_of(report.quantized, 'quantized layer')}"
         )
         if report.source is not None:
             lines.append(
-                f"equal to {report.source}: {_count(report.equal_tensors, 'tensor')}, "
-                f"{_count(report.equal_files, 'other file')}"
+                f"equal to {report.source}: {count_of(report.equal_tensors, 'tensor')}, "
+                f"{count_of(report.equal_files, 'other file')}"
             )
 
     lines += [f"note: {note}" for note in report.notes]
@@ -368,7 +363,7 @@ def _errors_table(report: Report, width: int | None) -> list[str]:
     ]
 
     mean = sum(error.relative for error in report.errors) / len(report.errors)
-    layers = _count(report.quantized, "layer")
+    layers = count_of(report.quantized, "layer")
     if len(report.errors) < report.quantized:
         layers = f"{len(report.errors)} of {layers}"
     said = [f"{layers} decoded: relative error {100 * mean:.3f} % on average"]
@@ -387,13 +382,6 @@ def _percent(share: float) -> str:
     if share == 1:
         return "100 %"
     return f"{min(100 * share, 99.99):.4g} %"
-
-
-def _count(number: int | str, noun: str) -> str:
-    """Say how many there are: "1 shard", "2 shards", "no shards"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}s"
 
 
 # Number of prompts whose answers are shown, and characters of each answer.

@@ -32,9 +32,12 @@ def test_a_published_card_s_own_commands_and_title_name_the_repository(tmp_path:
     assert text.endswith(f"\n## Model card of the source\n\n{MINE}")
     served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
     assert text.count(served) == 1 and text.count("\n# out\n") == 1
+    assert text.count('\nllm = LLM("out")\n') == 1
     on_main = text.replace(served, served.replace(" out\n", " org/name\n")).replace("\n# out\n", "\n# name\n")
+    on_main = on_main.replace('LLM("out")', 'LLM("org/name")')
     assert published_card(text, "org/name", None) == on_main
     in_request = on_main.replace(" org/name\n", " org/name --revision refs/pr/1\n")
+    in_request = in_request.replace('LLM("org/name")', 'LLM("org/name", revision="refs/pr/1")')
     assert published_card(text, "org/name", "refs/pr/1") == in_request
     assert published_card(in_request, "user/another", None) == on_main.replace("org/name", "user/another").replace(
         "# name", "# another"
@@ -52,6 +55,7 @@ def test_what_a_command_says_of_the_cache_stays(tmp_path: Path) -> None:
     assert text.count(served) == 1
     published = published_card(text, "org/name", "refs/pr/1")
     assert published.count(served.replace(" out", " org/name --revision refs/pr/1")) == 1
+    assert '\nllm = LLM("org/name", revision="refs/pr/1", kv_cache_dtype="fp8")\n' in published
     assert published_card(published, "org/name", None).count(served.replace(" out", " org/name")) == 1
 
 
@@ -93,13 +97,13 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
     text = made(tmp_path, f"---\n{comments}license: mit\n---\n{HOSTILE}")
     assert comments in text.split("---\n")[1]
     own, heading, _ = text.split("---\n", 2)[2].partition("\n## Model card of the source\n")
-    assert heading and "evil" not in own and own.count("```") == 4
+    assert heading and "evil" not in own and own.count("```") == 8
     assert source_of(text) == "| source | source |"
     assert card_facts(text) == WeightFacts()
     evaluation = "## Measured against the source\n\n```\nopenquant eval ours\n```\n"
     twice = with_evaluation(with_evaluation(text, evaluation), evaluation)
-    before, made_heading, after = text.partition("## How it was made\n\n")
-    assert twice == f"{before}{evaluation}\n{made_heading}{after}"
+    before, source_heading, after = text.partition("## Model card of the source\n")
+    assert twice == f"{before}{evaluation}\n{source_heading}{after}"
 
 
 def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(tmp_path: Path) -> None:

@@ -88,9 +88,11 @@ def in_request(unpublished: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def served_as(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
     card = files["README.md"]
-    assert card.count(b" DIR\n") == 3
+    assert card.count(b" DIR\n") == 3 and card.count(b'LLM("DIR")') == 1
     title = name.partition(" ")[0].rpartition("/")[2]
     card = card.replace(b"\n# DIR\n", f"\n# {title}\n".encode())
+    call = f'LLM("{name}")'.replace(" --revision ", '", revision="')
+    card = card.replace(b'LLM("DIR")', call.encode())
     return {**files, "README.md": card.replace(b" DIR\n", f" {name}\n".encode())}
 
 
@@ -211,7 +213,7 @@ def test_an_evaluation_goes_along_and_into_the_card(site: Site, expected: dict[s
         assert "| mean KL to the source | 0.00129 nats [0.00121, 0.00137] (" in card
         # The picture is of another evaluation, and is not published.
         assert "eval.png" not in card
-        assert f"\nopenquant eval user/{repo} --source org/tiny --text prose.txt --samples 8 --length 512\n" in card
+        assert f"\nopenquant eval user/{repo} --source org/tiny --samples 8 --length 512\n" in card
         assert shown == without_card(expected | added)
 
     (site.out / "eval.png").write_text(f"drawn of {evaluation_digest(found)}")
@@ -294,7 +296,7 @@ def test_an_evaluation_is_added_to_a_published_model(site: Site, evaluated: Path
             assert shown.pop("eval.json") == evaluated.read_bytes()
             assert shown.pop("eval.png") == (evaluated.parent / "eval.png").read_bytes()
             assert shown == without_card(before)
-            start, end = card.index("## Measured against the source\n"), card.index("## How it was made\n")
+            start, end = card.index("## Measured against the source\n"), card.index("## Model card of the source\n")
             assert "| mean KL to the source | 0.00129 nats" in card[start:end] and "](eval.png)\n" in card[start:end]
             assert (card[:start] + card[end:]).encode() == hand_edited
 

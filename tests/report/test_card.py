@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 from dataclasses import replace
@@ -74,6 +76,13 @@ def plan() -> Plan:
 def card_of(plan: Plan, base: str) -> str:
     """The card of an output whose source has this one."""
     return model_card(base, plan, "m", None, None, "out")
+
+
+def as_class(plan: Plan, name: str) -> Plan:
+    """The plan of a model of another class."""
+    model = find_entry(name, {}, list(plan.layers))
+    assert model is not None
+    return replace(plan, entry=ModuleRules(model))
 
 
 OURS = {"library_name": "vllm", "pipeline_tag": "text-generation"}
@@ -150,6 +159,48 @@ def test_the_card_says_who_serves_the_output(subtests: pytest.Subtests, tmp_path
                 assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
             if options == {"scheme": "int4"}:
                 assert said[0] in text.partition("# out\n\n")[2].partition("\n")[0]
+
+
+# Whether there is a chat template, the class, and the request and the call that the card shows.
+REQUESTS = [
+    (False, "Qwen3ForCausalLM", "/v1/completions ", "print(llm.generate("),
+    (True, "Qwen3ForCausalLM", "/v1/chat/completions ", "print(llm.chat("),
+    (False, "Qwen3Model", "/v1/embeddings ", 'llm = LLM("out", runner="pooling")\nprint(llm.embed('),
+]
+
+
+def test_the_card_has_a_request_that_the_model_answers(subtests: pytest.Subtests, plan: Plan) -> None:
+    for has_template, architecture, request, call in REQUESTS:
+        with subtests.test(architecture=architecture, has_template=has_template):
+            text = model_card("", as_class(plan, architecture), "m", None, None, "out", has_template)
+            assert request in text and call in text and "\nMemory: one 24 GB GPU: " in text
+            json.loads(re.findall("^curl .* -d '(.*)'$", text, re.MULTILINE)[0])
+            compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    text = card_of(as_class(plan, "Qwen3ForSequenceClassification"), "")
+    assert "curl" not in text and "```python" not in text
+
+
+def test_a_chat_template_is_found_in_any_of_its_files(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    files = {
+        "chat_template.jinja": ("x", True),
+        "tokenizer_config.json": ('{"chat_template": "x"}', True),
+        "special_tokens_map.json": ('{"chat_template": "x"}', False),
+    }
+    for name, (content, has_template) in files.items():
+        with subtests.test(name):
+            (tmp_path / name).mkdir()
+            source = small_checkpoints.write(tmp_path / name / "m")
+            (source / "tokenizer_config.json").write_text("{}")
+            (source / name).write_text(content)
+            compress(source, tmp_path / name / "out")
+            assert ("/v1/chat/" in (tmp_path / name / "out" / "README.md").read_text()) == has_template
+
+
+def test_a_name_in_python_is_that_of_the_directory() -> None:
+    for name in ('a "b" \\ c', "-x", "模型", "a\x7fb"):
+        assert ast.literal_eval(cards.python_call(name).removeprefix("LLM(")) == name
+        shown = f"llm = {cards.python_call(name, 'refs/pr/1')}, max_model_len=8)\n"
+        assert cards._CALL.sub(cards.python_call("o/n"), shown) == 'llm = LLM("o/n", max_model_len=8)\n'
 
 
 def test_transformers_reads_what_has_no_experts_to_split() -> None:
@@ -301,9 +352,7 @@ def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
 
 def test_a_model_without_an_output_head_has_another_task(plan: Plan) -> None:
     for name, task in (("Qwen3Model", "feature-extraction"), ("Qwen3ForSequenceClassification", "text-classification")):
-        model = find_entry(name, {}, list(plan.layers))
-        assert model is not None
-        assert metadata(card_of(replace(plan, entry=ModuleRules(model)), ""))["pipeline_tag"] == task
+        assert metadata(card_of(as_class(plan, name), ""))["pipeline_tag"] == task
 
 
 def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(subtests, tmp_path, run):
@@ -377,21 +426,27 @@ of 95 %, over texts.
 
 <details><summary>The beginning of an answer of each</summary>
 
-| | |
-|---|---|
-| prompt | Once upon a time |
-| source | &nbsp;there was a fox that lived in a wood. |
-| output | &nbsp;there was a fox that slept all day. |
+Prompt:
+
+> Once upon a time
+
+The source answers:
+
+> there was a fox that lived in a wood.
+
+The output answers:
+
+> there was a fox that slept all day.
 
 They differ from token 7 on.
 
 </details>
 
-To check and to measure it with openquant:
+To check it with openquant, and to measure it on openquant's own texts:
 
 ```
 openquant verify user/name --source org/tiny --full
-openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length 512
+openquant eval user/name --source org/tiny --samples 8 --length 512
 ```
 """
 
@@ -420,15 +475,19 @@ def test_a_card_names_the_texts_of_an_evaluation(subtests: pytest.Subtests) -> N
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
-    """They stand before the part on how the output was made, and replace those of an earlier evaluation."""
+    """They stand behind the part on how the output was made, and replace those of an earlier evaluation."""
     text = card(tmp_path, "# A model\n\n## Measured against the source\n\n## How it was made\n")
-    before, heading, after = text.partition("## How it was made\n")
+    before, heading, after = text.partition("## Model card of the source\n")
     expected = f"{before}{EVALUATED}\n{heading}{after}"
     assert evaluated_card(text, "user/name", evaluation(), "eval.png") == expected
     earlier = evaluated_card(text, "user/other", {**evaluation(), "texts": [], "suspects": ["layer.1"]})
     assert "| suspect layers | layer.1 |" in earlier and "eval.png" not in earlier
     assert evaluated_card(earlier, "user/name", evaluation(), "eval.png") == expected
     assert evaluated_card(expected, "user/name", evaluation(), "eval.png") == expected
+    # As in other cards of quantized models.
+    assert re.findall("^## .*", expected.partition("Model card of")[0], re.MULTILINE) == [
+        "## Use", "## How it was made", "## Measured against the source", "## "
+    ]  # fmt: skip
 
 
 def test_no_printed_figure_contradicts_its_verdict() -> None:
@@ -466,7 +525,7 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     ours = evaluated_card("", "user/name", evaluation())
     assert added.count("\n") == ours.count("\n")
     assert [line[:2] for line in added.splitlines()] == [line[:2] for line in ours.splitlines()]
-    assert added.count("```") == 2 + 4, "inside of the commands, where it closes nothing"
+    assert added.count("```") == 2 + 3, "inside of the commands, where it closes nothing"
     commands = ("openquant verify", "openquant eval")
     text = "\n".join(line for line in added.splitlines() if not line.startswith(commands))
     for mark in ("<script", "[link", "](", "www.", "\x1b", "# A", "x | h"):
@@ -490,7 +549,7 @@ def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:
     found = evaluation()
     shown = evaluated_card(text, "user/name@refs/pr/1", found)
     assert "\nopenquant verify user/name@refs/pr/1 --source org/tiny@0123abcd --full\n" in shown
-    assert "\nopenquant eval user/name@refs/pr/1 --source org/tiny@0123abcd --text prose.txt " in shown
+    assert "\nopenquant eval user/name@refs/pr/1 --source org/tiny@0123abcd --samples " in shown
     found["source"]["name"] = "tiny"
     assert "\nopenquant verify user/name --source tiny --full\n" in evaluated_card(text, "user/name", found)
 
@@ -500,7 +559,7 @@ def test_a_long_answer_is_cut_in_a_card() -> None:
     found["texts"][0]["source"] = "word " * 10_000
     assert len(evaluated_card("", "user/name", found)) < 2000
     found["texts"] = []
-    assert "| prompt |" not in evaluated_card("", "user/name", found)
+    assert "Prompt:" not in evaluated_card("", "user/name", found)
 
 
 def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
