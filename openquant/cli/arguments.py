@@ -116,8 +116,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse hides that a disk is full.
-        require_printed(say(message, file or sys.stdout, end=""))
+        # argparse hides that a disk is full. From Python 3.14 on it colours the help.
+        require_printed(say(message, file or sys.stdout, end="", kept="\n\t\x1b"))
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError, where argparse would print and exit."""

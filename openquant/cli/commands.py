@@ -58,13 +58,14 @@ class Call:
         """Return the given values of the options of some classes, by name."""
         return {name: value for kind in kinds for name, value in options.values_for(kind, self.given).items()}
 
-    def show(self, result: Any, text: Callable[..., str], *more: Any) -> int:
+    def show(self, result: Any, text: Callable[..., str], *more: Any, coloured: bool = True) -> int:
         """Print the result: with --json an object, else its text.
 
         Args:
             result: a dictionary, or what has `to_json()`.
             text: makes the text of the result, of `more`, and of the number of characters in a line.
             more: what the text needs besides.
+            coloured: whether the text may be coloured.
 
         Returns:
             The exit code, 0.
@@ -73,7 +74,8 @@ class Call:
         if self.command.json:
             console.print_json(result if isinstance(result, dict) else result.to_json(), self.interrupts)
         else:
-            console.require_printed(console.say(text(result, *more, console.columns()), sys.stdout))
+            shown = text(result, *more, console.columns())
+            console.require_printed(console.say(shown, sys.stdout, coloured=coloured))
         return 0
 
     def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:
@@ -521,7 +523,7 @@ def _completion(call: Call) -> int:
         raise UsageError("--dry-run is for install: a script is only printed", "leave --dry-run out")
 
     script = _completion_script(shell)
-    return call.show({"shell": shell, "script": script}, lambda *_: script)
+    return call.show({"shell": shell, "script": script}, lambda *_: script, coloured=False)
 
 
 def _install_completion(call: Call) -> int:

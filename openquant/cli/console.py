@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import OutputError
-from ..report.cells import spoken
+from ..report.cells import COMMAND, paragraphs, spoken, terminal
 from ..result import Reporter
 
 if TYPE_CHECKING:
@@ -80,25 +81,27 @@ def mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
+def say(text: str, stream: TextIO, end: str = "\n", kept: str = "\n\t", coloured: bool = False) -> OSError | None:
     """Print text. An error of the stream (`| head`, a full disk) is returned, so that the work can go on.
 
     After an error the stream leads to /dev/null.
 
     Args:
-        text: the text; its control characters but tabs and newlines are escaped here. Text from others must be escaped
-            line by line before (`escape.join_lines`).
+        text: the text. Text from others must be escaped line by line before (`cells.join_lines`).
         stream: stdout or stderr.
         end: what is printed after the text.
+        kept: control characters that are not escaped here.
+        coloured: whether errors, hints, notes and commands are coloured, if the stream shows colours.
 
     Returns:
         The error that prevented printing; None if it succeeded.
     """
-    from ..report.cells import terminal
-
     try:
+        text = terminal(text, kept)
+        if coloured and _shows_colours(stream):
+            text = _colour(text)
         # In one piece, because the process may end between two.
-        print(terminal(text, kept="\n\t") + end, end="", file=stream, flush=True)
+        print(text + end, end="", file=stream, flush=True)
     except OSError as error:
         # The buffered text would fail again at exit.
         with suppress(OSError, ValueError):
@@ -107,9 +110,41 @@ def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
     return None
 
 
-def columns() -> int:
-    """The most characters of a line of a result: those of the terminal or of COLUMNS, and 80 where there is neither."""
-    return shutil.get_terminal_size((80, 24)).columns
+_COMMAND_LINE = "  (?:openquant|pip|python|vllm) .*"
+# What is coloured, and the code of its colour: commands to copy bold, then red, cyan, yellow and green.
+_COLOURS = {
+    rf"{COMMAND.pattern}|(?:(?<=\n\n)|(?<=:\n)){_COMMAND_LINE}(?:\n{_COMMAND_LINE})*": "1",
+    r"^(?:error|problem):|^\d+ problems?:": "1;31",
+    r"^hint:": "1;36",
+    r"^(?:note|warning):": "33",
+    r"^no problems:": "1;32",
+}
+
+
+def _colour(text: str) -> str:
+    for pattern, code in _COLOURS.items():
+        text = re.sub(f"(?m:{pattern})", f"\x1b[{code}m\\g<0>\x1b[0m", text)
+    return text
+
+
+def _shows_colours(stream: TextIO) -> bool:
+    """Return whether a stream shows colours: a terminal does. NO_COLOR and FORCE_COLOR decide first, as for uv."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or _is_terminal(stream)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "").lower() != "dumb"
+
+
+def columns(stream: TextIO | None = None) -> int:
+    """The most characters of a line: COLUMNS, those of the terminal of stdout or of a stream, and 80 without any."""
+    width = 0
+    if stream is not None:
+        with suppress(OSError, ValueError):
+            width = os.get_terminal_size(stream.fileno()).columns
+    return shutil.get_terminal_size((width or 80, 24)).columns
 
 
 def require_printed(failure: OSError | None) -> None:
@@ -146,7 +181,7 @@ def fail(message: str, hint: str, as_json: bool) -> None:
 
 
 def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
-    """Print lines that may quote text from others.
+    """Print lines that may quote text from others. On a terminal they are wrapped.
 
     Args:
         lines: lines without newlines at their ends; those inside of a line are escaped.
@@ -155,9 +190,10 @@ def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
     Returns:
         The error that prevented printing; None if it succeeded.
     """
-    from ..report.cells import join_lines
-
-    return say(join_lines(lines), stream)
+    width = None
+    if stream.isatty():
+        width = columns(stream)
+    return say("\n".join(paragraphs(lines, width)), stream, coloured=True)
 
 
 def _json(value: object) -> str:
@@ -219,7 +255,7 @@ class Terminal(Reporter):
         self.failure: OSError | None = None
 
     def _print(self, text: str) -> None:
-        failure = say(text, sys.stdout)
+        failure = say(text, sys.stdout, coloured=True)
         self.failure = self.failure or failure
 
     def _new_notes(self, notes: Iterable[str]) -> list[str]:
@@ -243,7 +279,6 @@ class Terminal(Reporter):
         if self.quiet:
             return
         from ..job import expected_download
-        from ..report.cells import paragraphs
         from ..report.text import details_text, plan_text
 
         printed_lines = self.planned_lines
@@ -310,7 +345,6 @@ class Terminal(Reporter):
         self.close()
         notes = self._new_notes(result.notes)
         if not self.quiet and self.plan is not None:
-            from ..report.cells import paragraphs, terminal
             from ..report.text import summary_text
 
             width = columns()
@@ -330,7 +364,7 @@ _NO_BAR = ("CI", "NO_COLOR")
 
 def _draws(stream: TextIO) -> bool:
     """Return whether a bar may be drawn: on a terminal, unless CI or NO_COLOR is set or TERM is dumb."""
-    return stream.isatty() and not any(map(os.environ.get, _NO_BAR)) and os.environ.get("TERM", "").lower() != "dumb"
+    return _is_terminal(stream) and not any(map(os.environ.get, _NO_BAR))
 
 
 @dataclass(eq=False)

@@ -93,6 +93,15 @@ class Quantization:
         return " and ".join(dict.fromkeys(fmt.label for _, fmt in self.groups)) or "weights as they are"
 
     @property
+    def description(self) -> str:
+        """Numbers, what shares a scale, and the name of our scheme: "FP8 with one scale per tensor (tensor)"."""
+        kinds = dict.fromkeys(f"{fmt.number.title} with {fmt.label}" for _, fmt in self.groups)
+        text = " and ".join(kinds) or self.title
+        if len(kinds) == 1 and self.scheme is not None:
+            text += f" ({self.scheme.name})"
+        return text
+
+    @property
     def checked_as_engines_load(self) -> bool:
         """Whether `verify` checks names, dtypes, settings and ignore list as engines load them; else only whether the
         weights can be decoded.

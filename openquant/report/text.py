@@ -325,13 +325,13 @@ def verification_text(report: Report, width: int | None = None) -> str:
         The text, lines separated by newlines.
     """
     count = count_of(len(report.problems) or "no", "problem")
-    lines = [f"{report.directory}: {count}, {report.seconds:.1f} s"]
+    lines = [f"{count}: {report.directory}, {report.description}, {report.seconds:.1f} s"]
     lines += [f"problem: {problem}" for problem in report.problems]
     if report.problems:
         lines += [f"hint: {hint}" for hint in report.hints]
 
-    lines += filter(None, [", ".join(filter(None, [report.architecture, report.format]))])
     if report.architecture is not None:
+        lines.append(f"{report.architecture}, quant_method {report.format.partition(',')[0]}")
         lines.append(
             f"{gigabytes(report.nbytes)} in {count_of(report.shards, 'shard')}: {count_of(report.tensors, 'tensor')}, "
             f"{count_of(report.quantized, 'quantized layer')}"

@@ -324,6 +324,7 @@ class Report:
         equal_codes: number of these that equal the stored codes.
         recomputed: whether quantizing the source again must give the same codes and scales.
         seconds: wall time in seconds.
+        description: the format in words: "FP8 with one scale per 128x128 block (block)".
     """
 
     directory: str
@@ -343,6 +344,7 @@ class Report:
     equal_codes: int = 0
     recomputed: bool = False
     seconds: float = 0.0
+    description: str = ""
 
     @property
     def hints(self) -> list[str]:
@@ -368,7 +370,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them; "decoded" has the mean and the worst of `errors`."""
         fields = asdict(self)
-        for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
+        for name in ("errors", "compared_codes", "equal_codes", "recomputed", "description"):
             del fields[name]
 
         relative = [error.relative for error in self.errors]

@@ -90,7 +90,16 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
         notes = ("nothing else was checked",)
-        return Report(directory, source_name, None, format_title, (error.message,), notes, seconds=_since(start))
+        return Report(
+            directory,
+            source_name,
+            None,
+            format_title,
+            (error.message,),
+            notes,
+            seconds=_since(start),
+            description=quantization.description,
+        )
 
     facts = facts_in(journal)
     journal_files = set(journal.get("files", ()))
@@ -126,6 +135,7 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         equal_codes=verification.contents.equal_codes,
         recomputed=verification.recomputes,
         seconds=_since(start),
+        description=quantization.description,
     )
 
 
