@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
 from .formats.hardware import (
+    GGUF,
     KEPT,
     SCHEME_NAMES,
     UNCHANGED,
@@ -74,6 +75,8 @@ class Option(NamedTuple):
         required: whether the command line must have it.
         repeated: whether it may be given several times.
         completes: what a shell completes the value with: "directory", "file" or nothing.
+        explains: whether a refused word of another tool is explained. Of schemes it is, "fp4"; of a cache it would be
+            about something else.
     """
 
     help: str
@@ -88,6 +91,7 @@ class Option(NamedTuple):
     required: bool = False
     repeated: bool = False
     completes: str = ""
+    explains: bool = True
 
     @property
     def summary(self) -> str:
@@ -272,12 +276,10 @@ class OptionGroup:
                 _check_type(name, option, annotations[name], read)
             if option.choices and read is not None and read not in option.choices:
                 flag = flags_of(name, option)[-1]
-                # What another tool calls a scheme, "fp4", is no cache.
-                meaning = None if name == "kv_cache" else meaning_of(str(read))
-                raise UsageError(
-                    f"{flag}: {read} is none of {', '.join(option.choices)}",
-                    meaning or f"choose one, or leave {flag} out",
-                )
+                hint = f"choose one, or leave {flag} out"
+                if option.explains:
+                    hint = meaning_of(str(read)) or hint
+                raise UsageError(f"{flag}: {read} is none of {', '.join(option.choices)}", hint)
             object.__setattr__(self, name, read)
 
 
@@ -593,6 +595,7 @@ class Recipe(OptionGroup):
         "come from a calibration or a quantized source; if there are neither, they are 1. They are for fp8_e4m3: vLLM "
         "refuses --kv-cache-dtype fp8_e5m2 for an output that has them, and for any in the fp8 format.",
         choices=("fp8", "auto"),
+        explains=False,
     )
     group_size: str | None = quantization(
         None,
@@ -771,6 +774,8 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if str(self.output).endswith(".gguf"):
+            raise UsageError(f"{self.output} would be a directory, and no GGUF file", GGUF)
         if self.push is not None:
             object.__setattr__(self, "push", push_target(self.push))
 
@@ -847,6 +852,7 @@ class CompareSchemes(ModelSource):
         "auto",
         "KV cache of the output: fp8, auto (default). An FP8 KV cache holds twice as many tokens.",
         choices=("fp8", "auto"),
+        explains=False,
     )
     ignore: Sequence[str] = same_as(Recipe, "ignore")
     quantize_lm_head: bool = same_as(Recipe, "quantize_lm_head")
@@ -950,6 +956,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "for an output whose config says it.",
         EXECUTION,
         choices=("fp8", "auto"),
+        explains=False,
     )
     tasks: Sequence[str | os.PathLike[str]] = file_option(
         (),

@@ -24,7 +24,7 @@ from openquant.cli.commands import main
 from openquant.environment import install_commit
 from openquant.errors import UsageError
 from openquant.formats import hardware
-from openquant.formats.hardware import KEPT, UNCHANGED
+from openquant.formats.hardware import GGUF, KEPT, UNCHANGED
 from openquant.formats.schemes import SCHEMES
 from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
 from stub import make_stub
@@ -253,15 +253,22 @@ def test_the_model_is_named_with_or_without_its_flag(tmp_path: Path, capsys: pyt
     assert "does not exist" in capsys.readouterr().out
 
 
-GGUF = "GGUF and its types are llama.cpp's, for Ollama and LM Studio too: convert with llama.cpp's own tools"
-
-
 def test_other_tools_words_are_answered_from_python_too() -> None:
     given = [{"scheme": "q4_k_m"}, {"scheme": "channel", "scheme_for": {"**": "gguf"}}]
     for options in given:
         with pytest.raises(UsageError) as caught:
             openquant.compress(EXAMPLE, dry_run=True, **options)
         assert caught.value.hint == GGUF
+    with pytest.raises(UsageError) as caught:
+        openquant.compress(EXAMPLE, dry_run=True, kv_cache="fp4")
+    assert caught.value.hint == "choose one, or leave --kv-cache out"
+
+
+def test_an_output_is_no_gguf_file(tmp_path: Path) -> None:
+    for verb in (openquant.compress, openquant.dequantize):
+        with pytest.raises(UsageError, match=r"out\.gguf would be a directory, and no GGUF file$") as caught:
+            verb(EXAMPLE, tmp_path / "out.gguf")
+        assert caught.value.hint == GGUF and "for vLLM and SGLang" in GGUF
 
 
 def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +281,13 @@ def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest
         # Words of other tools.
         (["quantize", "x"], "openquant compress MODEL does that"),
         (["convert", "x"], "openquant compress MODEL does that"),
+        (["quantize", "x.gguf"], "openquant compress MODEL does that"),
+        (["quantize", "-m", "x.gguf"], "openquant compress MODEL does that"),
+        (["quantize", "x", "out.gguf"], GGUF),
+        (["convert", "x", "--outfile", "out.gguf"], GGUF),
+        (["quantize", "x.gguf", "out.gguf", "Q4_K_M"], GGUF),
+        (["compress", "x", "out.gguf"], GGUF),
+        (["compress", "x", "-o", "out.gguf"], GGUF),
         (["compress", "x", "--scheme", "FP8_dynamic"], "fp8_dynamic is --scheme channel"),
         (["compress", "x", "--scheme", "w8a8"], "w8a8 is --scheme channel in FP8, or int8"),
         (["compress", "x", "--scheme", "w4a16"], "w4a16 is --scheme int4, best with --gptq"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from .. import options
 from ..errors import UsageError
-from ..formats.hardware import meaning_of
+from ..formats.hardware import GGUF, meaning_of
 from ..version import __version__
 from .console import require_printed, say
 
@@ -77,6 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         shows_all: whether the help has all options, not the common ones only.
+        words: the words that are parsed, of which the last may say what a wrong verb is to do.
 
     Args:
         prog: the command, such as "openquant compress" or "compress_fp8.py".
@@ -99,6 +100,7 @@ class Parser(argparse.ArgumentParser):
         self.version = version
         self.by_flag = by_flag
         self.shows_all = False
+        self.words: Sequence[str] = ()
 
         words = f"python {prog}" if prog.endswith(".py") else prog
         epilog = "".join(f"\n  {words} {example}" for example in examples)
@@ -140,8 +142,11 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            # What another tool calls a scheme, "fp4", is no cache.
-            if action.dest != "kv_cache" and (meaning := meaning_of(str(value))):
+            meaning = meaning_of(str(value))
+            # `quantize MODEL out.gguf` asks for something else than `quantize -m model.gguf`.
+            if len(self.words) > 2 and self.words[-2] not in ("-m", "--model"):
+                meaning = GGUF if meaning_of(self.words[-1]) == GGUF else meaning
+            if meaning is not None and vars(action).get("explains", True):
                 raise UsageError(str(error), meaning) from None
             self._refuse(str(error), str(value), list(map(str, action.choices or ())))
 
@@ -248,6 +253,7 @@ def _add(group: argparse._ActionsContainer, name: str, option: options.Option, p
         added = group.add_argument(*options.flags_of(name, option), *option.also, **settings)
         vars(added)["also"] = option.also
 
+    vars(added)["explains"] = option.explains
     if option.completes:
         # shtab reads it.
         vars(added)["complete"] = option.completes
@@ -440,6 +446,7 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         description="FP8, INT8, INT4 and FP4 checkpoints for vLLM and SGLang. Ollama, LM Studio and llama.cpp read "
         "GGUF, and Macs MLX, which llama.cpp and mlx-lm make.",
     )
+    parser.words = words
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", title="verbs", prog="openquant", parser_class=Parser
     )

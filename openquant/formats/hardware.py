@@ -10,7 +10,9 @@ refused (plan/engines.py), and so may a layer whose shape no kernel takes.
 
 GPUs are found by name, each with its memory and generation. Memory is what CUDA reports (`torch.cuda.mem_get_info`),
 which is what engines take their share of. It is 0.5 to 4 % less than the driver's own figure. That of H100 and H200 was
-measured; the others are what users report, rounded down, with ECC on where the card is sold with it.
+measured; the others are what users report, rounded down, with ECC on where the card is sold with it. Below 16 GB they
+report 5.79 GiB (RTX 2060), 7.75 (4060), 7.78 (3070), 10.76 (2080 Ti) and 11.75 (3060); others there have the size of
+NVIDIA's specifications less as much. A name of several sizes, such as RTX 3060, is that of the most common one.
 
     find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25233981440, "Ada")
     nearest_gpus("4091")        # ("RTX 4090", ...)
@@ -292,6 +294,20 @@ def _gpu(name: str, gigabytes: int, gib: float, hardware: str) -> GPU:
 
 GPUS = (
     _gpu("T4", 16, 14.5, "Turing"),
+    _gpu("RTX 2060", 6, 5.7, "Turing"),
+    _gpu("RTX 2060 Super", 8, 7.7, "Turing"),
+    _gpu("RTX 2070", 8, 7.7, "Turing"),
+    _gpu("RTX 2070 Super", 8, 7.7, "Turing"),
+    _gpu("RTX 2080", 8, 7.7, "Turing"),
+    _gpu("RTX 2080 Super", 8, 7.7, "Turing"),
+    _gpu("RTX 2080 Ti", 11, 10.7, "Turing"),
+    _gpu("RTX 3050", 8, 7.7, "Ampere"),
+    _gpu("RTX 3060", 12, 11.7, "Ampere"),
+    _gpu("RTX 3060 Ti", 8, 7.7, "Ampere"),
+    _gpu("RTX 3070", 8, 7.7, "Ampere"),
+    _gpu("RTX 3070 Ti", 8, 7.7, "Ampere"),
+    _gpu("RTX 3080", 10, 9.7, "Ampere"),
+    _gpu("RTX 3080 Ti", 12, 11.7, "Ampere"),
     _gpu("RTX 3090", 24, 23.5, "Ampere"),
     _gpu("RTX 3090 Ti", 24, 23.5, "Ampere"),
     _gpu("A10", 24, 21.9, "Ampere"),
@@ -300,6 +316,8 @@ GPUS = (
     _gpu("A6000", 48, 47.4, "Ampere"),
     _gpu("A100-40", 40, 39.3, "Ampere"),
     _gpu("A100-80", 80, 79.1, "Ampere"),
+    _gpu("RTX 4060", 8, 7.6, "Ada"),
+    _gpu("RTX 4060 Ti 8GB", 8, 7.6, "Ada"),
     _gpu("RTX 4060 Ti 16GB", 16, 15.5, "Ada"),
     _gpu("RTX 4070", 12, 11.6, "Ada"),
     _gpu("RTX 4070 Super", 12, 11.6, "Ada"),
@@ -313,6 +331,10 @@ GPUS = (
     _gpu("RTX 6000 Ada", 48, 44.4, "Ada"),
     _gpu("H100", 80, 79.1, "Hopper"),
     _gpu("H200", 141, 139.8, "Hopper"),
+    _gpu("RTX 5060", 8, 7.4, "Blackwell"),
+    _gpu("RTX 5060 Ti 8GB", 8, 7.4, "Blackwell"),
+    _gpu("RTX 5060 Ti 16GB", 16, 15.4, "Blackwell"),
+    _gpu("RTX 5070", 12, 11.4, "Blackwell"),
     _gpu("RTX 5070 Ti", 16, 15.4, "Blackwell"),
     _gpu("RTX 5080", 16, 15.4, "Blackwell"),
     _gpu("RTX 5090", 32, 31.3, "Blackwell"),
@@ -430,7 +452,10 @@ SCHEME_NAMES: dict[str, SchemeInfo] = {
     "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
 }
 
-_GGUF = "GGUF and its types are llama.cpp's, for Ollama and LM Studio too: convert with llama.cpp's own tools"
+GGUF = (
+    "openquant writes directories for vLLM and SGLang; GGUF and its types are llama.cpp's, for Ollama and LM Studio "
+    "too: its convert_hf_to_gguf.py and llama-quantize make it"
+)
 # Words that people bring from other tools, and what they are here.
 _MEANINGS = {
     **dict.fromkeys(("quantize", "quantise", "convert"), "openquant compress MODEL does that"),
@@ -444,7 +469,7 @@ _MEANINGS = {
     "gptq": "gptq is a method: --scheme int4 --gptq, or nvfp4 --gptq",
     **dict.fromkeys(("bnb", "nf4", "4bit"), "four bits are --scheme int4 or nvfp4 here, best with --gptq"),
     **dict.fromkeys(("f16", "fp16", "bf16", "bfloat16"), "16 bits are the model as it is; dequantize makes bfloat16"),
-    **dict.fromkeys(("gguf", "ollama", "llama.cpp", "llama_quantize", "llama_server", "imatrix"), _GGUF),
+    **dict.fromkeys(("gguf", "ollama", "llama.cpp", "llama_quantize", "llama_server", "imatrix"), GGUF),
     "mlx": "MLX is Apple's: convert with mlx_lm.convert of mlx-lm",
 }
 
@@ -453,5 +478,5 @@ def meaning_of(word: str) -> str | None:
     """Say what a word of another tool is here: "w4a16 is --scheme int4, best with --gptq"; None if it is none."""
     name = word.lower().replace("-", "_")
     if re.match(r"i?q\d_", name) or name.endswith(".gguf"):
-        return _GGUF
+        return GGUF
     return _MEANINGS.get(name)

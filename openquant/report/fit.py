@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ..diagnosis.result import BROKEN, activations
 from ..fit.table import FitTable, Held, Point, SchemeFit, SearchResult, Target
+from ..formats.hardware import ENGINES_FOR
 from ..formats.schemes import SCHEMES
 from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
 
@@ -222,7 +223,8 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     lines += _served_lines(found)
 
     if found.mixture is not None:
-        mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
+        engines = ENGINES_FOR.get(found.engines or "", _best(found).engines)
+        mixture = f"a mixture for {' and '.join(engines)} fills the memory, and may lose less (docs/fit.md):"
         lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
         if _served_lines(found):
             lines.append(_serve_with(found.context, _best(found).engines))
@@ -360,7 +362,8 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         if point.fits is not None:
             rows[-1].append("yes" if point.fits else "no")
 
-    heading = [f"{name}: {found.architecture}", f"weights rounded to nearest, on {found.texts}"]
+    engines = " and ".join(ENGINES_FOR[found.engines])
+    heading = [f"{name}: {found.architecture}, for {engines}", f"weights rounded to nearest, on {found.texts}"]
     if found.gpu:
         heading.append(_room(found))
     predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"

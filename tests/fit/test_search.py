@@ -89,6 +89,7 @@ def test_the_table_says_what_fits_a_gpu(searched: Path) -> None:
     found = json.loads((searched / "found.json").read_text())
     points = tuple(Point(**point) for point in found["points"])
     lines = frontier_text(SearchResult(**{**found, "points": points})).splitlines()
+    assert lines[0].endswith(": Qwen3ForCausalLM, for vLLM")
     assert lines[2] == "2.1784GB leaves 4.13 MB for weights"
     fits = {line.split()[0]: line.split()[-1] for line in lines if line.endswith(("  yes", "  no"))}
     assert fits["nvfp4"] == fits["5bits"] == fits["fits"] == "yes" and fits["6bits"] == fits["int8-weights"] == "no"

@@ -15,6 +15,11 @@ def test_a_name_is_found_however_it_is_written() -> None:
         "4090 24GB": "RTX 4090",
         "3090ti": "RTX 3090 Ti",
         "4060-ti-16gb": "RTX 4060 Ti 16GB",
+        "3060": "RTX 3060",
+        "3060 12GB": "RTX 3060",
+        "NVIDIA GeForce RTX 4060": "RTX 4060",
+        "2060": "RTX 2060",
+        "2080ti": "RTX 2080 Ti",
         "NVIDIA A100-SXM4-80GB": "A100-80",
         "a100 80gb pcie": "A100-80",
         "A100-40": "A100-40",
@@ -27,7 +32,9 @@ def test_a_name_is_found_however_it_is_written() -> None:
         "AMD Radeon RX 9070 XT": "RX 9070 XT",
         "AMD Radeon AI PRO R9700": "R9700",
         "cpu": "CPU",
-        **dict.fromkeys(["", "409", "a100", "RTX 6000", "24GB", "m3-max", "4090" + " " * LONGEST]),
+        **dict.fromkeys(
+            ["", "409", "a100", "RTX 6000", "4060 Ti", "3060 8GB", "24GB", "m3-max", "4090" + " " * LONGEST]
+        ),
     }
     found = {text: find_gpu(text) for text in expected}
     assert {text: gpu and gpu.name for text, gpu in found.items()} == expected
