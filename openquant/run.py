@@ -470,16 +470,12 @@ def _card(plan: Plan, source: Source, target: Path) -> bytes:
 
 
 def _has_chat_template(plan: Plan, source: Source) -> bool:
-    if {"chat_template.jinja", "chat_template.json"} & plan.files.keys():
-        return True
-
-    name = "tokenizer_config.json"
-    path = source.root / name
+    path = source.root / "tokenizer_config.json"
     # Before a push that is only tried, the file is not fetched.
-    if plan.files.get(name, MAX_SMALL + 1) > MAX_SMALL or not path.is_file():
-        return False
+    if "chat_template.jinja" in plan.files or not path.is_file() or path.stat().st_size > MAX_SMALL:
+        return "chat_template.jinja" in plan.files
     with readable():
-        return b'"chat_template"' in read_small(path, name)
+        return b'"chat_template"' in read_small(path, path.name)
 
 
 def _index(plan: Plan) -> bytes:

@@ -13,7 +13,7 @@ import posixpath
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, unquote
 
 import yaml
@@ -379,48 +379,29 @@ def _python_settings(plan: Plan) -> str:
     return settings
 
 
-class _Request(NamedTuple):
-    """Text that an engine is given: path and body of a request, and the call of vLLM in Python."""
-
-    path: str
-    body: str
-    code: str
-
-
 _MESSAGES = '[{"role": "user", "content": "What is FP8?"}]'
-_CHAT = _Request(
-    "chat/completions",
-    f'{{"messages": {_MESSAGES}, "max_tokens": 200}}',
-    f"llm.chat({_MESSAGES}, SamplingParams(max_tokens=200))[0].outputs[0].text",
-)
-_COMPLETION = _Request(
-    "completions",
-    '{"prompt": "The number format FP8 is", "max_tokens": 50}',
-    'llm.generate("The number format FP8 is", SamplingParams(max_tokens=50))[0].outputs[0].text',
-)
-_EMBEDDING = _Request("embeddings", '{"input": "FP8"}', 'llm.embed("FP8")[0].outputs.embedding')
 
 
-def _request(model: Architecture, has_template: bool) -> _Request | None:
+def _request(model: Architecture, has_template: bool) -> tuple[str, ...] | None:
     """Return a request that a model answers; None for a classifier, of which each has its own inputs.
 
     It names no model: vLLM and SGLang then take the one that they serve.
+
+    Returns:
+        Its path, its body, and the same as a call of vLLM in Python.
     """
     if TASK_HEAD in model.keep:
         return None
     if not model.has_head:
-        return _EMBEDDING
+        return "embeddings", '{"input": "FP8"}', 'llm.embed("FP8")[0].outputs.embedding'
     if has_template:
-        return _CHAT
-    return _COMPLETION
+        return _text_request("chat/completions", "messages", _MESSAGES, "chat")
+    return _text_request("completions", "prompt", '"The number format FP8 is"', "generate")
 
 
-def _memory(plan: Plan) -> str:
-    """Say what serves an output: "one 24 GB GPU: 105k tokens, 12 sequences of 8,192 at once"; "" if not known."""
-    serving = summary.serving(plan)
-    if serving is None:
-        return ""
-    return memory_text(serving[1], has_fp8_cache(plan))
+def _text_request(path: str, key: str, value: str, call: str) -> tuple[str, ...]:
+    body = f'{{"{key}": {value}, "max_tokens": 200}}'
+    return path, body, f"llm.{call}({value}, SamplingParams(max_tokens=200))[0].outputs[0].text"
 
 
 def memory_text(output: Serving, fp8: bool) -> str:
@@ -564,7 +545,8 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         commands=serve_commands(plan, directory),
         request=_request(plan.model, has_template),
         python_call=cards.python_call(directory) + _python_settings(plan),
-        memory=_memory(plan),
+        serving=summary.serving(plan),
+        memory_text=memory_text,
         computed=computed,
         versions=CITED,
         sglang=SGLANG,

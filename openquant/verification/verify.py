@@ -84,22 +84,15 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         # Kept until the end, since the directory of a GGUF file goes with it.
         named = find_whole(source_name, reporter.on_note)
         origin = named.open(copy)
+
     format_title = f"{quantization.method}, {quantization.title}"
+    report = Report(directory, source_name, None, format_title, (), (), description=quantization.description)
 
     try:
         checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
         notes = ("nothing else was checked",)
-        return Report(
-            directory,
-            source_name,
-            None,
-            format_title,
-            (error.message,),
-            notes,
-            seconds=_since(start),
-            description=quantization.description,
-        )
+        return replace(report, problems=(error.message,), notes=notes, seconds=_since(start))
 
     facts = facts_in(journal)
     journal_files = set(journal.get("files", ()))
@@ -117,11 +110,9 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
     )
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
 
-    return Report(
-        directory=directory,
-        source=source_name,
+    return replace(
+        report,
         architecture=checkpoint.architecture,
-        format=format_title,
         problems=tuple(findings.problems),
         notes=tuple(findings.notes),
         shards=len(checkpoint.shards),
@@ -135,7 +126,6 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         equal_codes=verification.contents.equal_codes,
         recomputed=verification.recomputes,
         seconds=_since(start),
-        description=quantization.description,
     )
 
 
