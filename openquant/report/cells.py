@@ -159,10 +159,10 @@ def paragraphs(lines: Iterable[str], width: int | None = None) -> list[str]:
 
 
 # A command within a sentence: after a colon up to the end of the phrase; elsewhere as far as its words show.
+_VERB = "openquant (?:compress|fit|dequantize|push|diagnose|explain|calibrate|eval|verify|web|completion)"
 COMMAND = re.compile(
-    r"(?<=: )(?:(?<!hint: )openquant|pip|hf|python) [^,;\n]*[^,;\n ]"
-    r"|\b(?:openquant (?:compress|dequantize|push|diagnose|explain|calibrate|eval|verify|fit|web)|hf auth login)\b"
-    r"(?: (?:-[\w-]*\w|[A-Z]+\b|keep))*"
+    rf"(?<=: )(?:(?<!hint: ){_VERB}|pip|hf|python)\b[^,;\n]*[^,;\n ]"
+    rf"|\b(?:{_VERB}|hf auth login)\b(?: (?:-[\w-]*\w|[A-Z]+\b|keep))*"
 )
 # Stands for a space at which no line ends. It is none of an escaped text.
 _GLUE = "\0"

@@ -251,7 +251,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
     if already_complete:
         said = [
             f"{result.output} is already complete; nothing was written (headers, index and config were checked, codes "
-            "were not: openquant verify reads them, and --overwrite converts again)"
+            "were not; openquant verify reads them, and --overwrite converts again)"
         ]
     if result.pushed_to is not None:
         said.append(f"pushed to {result.pushed_to}")

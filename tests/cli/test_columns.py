@@ -13,7 +13,7 @@ from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.arguments import Parser, verb_parser
 from openquant.cli.commands import VERBS, main
-from openquant.report.cells import paragraphs, table
+from openquant.report.cells import COMMAND, paragraphs, table
 from support import small_checkpoints
 
 WIDTHS = (80, 60)
@@ -173,6 +173,24 @@ def test_text_is_wrapped_in_a_last_column_and_words_stay_whole() -> None:
         "",
         "  ",
     ]
+
+
+COMMANDS_IN_TEXT = [
+    ("make it again: openquant calibrate MODEL -o FILE; or leave it out", ["openquant calibrate MODEL -o FILE"]),
+    ("none: openquant eval out --source S, then push", ["openquant eval out --source S"]),
+    ("hint: openquant compress -m DIR --scheme keep -o NEW writes it", ["openquant compress -m DIR --scheme keep -o NEW"]),
+    ("it is too old: pip install -U gguf", ["pip install -U gguf"]),
+    ("config.json: openquant does not write such a config", []),
+]  # fmt: skip
+
+
+def test_a_command_stays_whole_in_a_sentence() -> None:
+    for text, commands in COMMANDS_IN_TEXT:
+        assert COMMAND.findall(text) == commands
+        for width in range(1, 40):
+            lines = paragraphs([text], width)
+            assert " ".join(line.strip() for line in lines) == text
+            assert all(any(command in line for line in lines) for command in commands)
 
 
 def test_what_a_terminal_obeys_is_escaped_before_lines_are_parted() -> None:

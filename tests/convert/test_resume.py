@@ -216,7 +216,7 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0
     assert (
-        f"{out} is already complete; nothing was written (headers, index and config were checked, codes were not: openquant "
+        f"{out} is already complete; nothing was written (headers, index and config were checked, codes were not; openquant "
         "verify reads them, and --overwrite converts again)\n"
     ) in again.stdout
     assert {path: path.stat().st_mtime_ns for path in times} == times
