@@ -193,7 +193,7 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
     )
     # The files are nobody else's; a task of lm-eval is everybody's.
     assert f"--source {EXAMPLE.name} --samples 2" in card.replace(str(EXAMPLE), EXAMPLE.name)
-    named = {**one, "tasks": {**of_tasks, "named": ["arc_easy", "mine.jsonl"]}}
+    named = {**one, "tasks": {**of_tasks, "named": ["arc_easy", "mine.jsonl", "my.yaml"]}}
     assert " --tasks arc_easy --limit 5 --samples 2" in evaluated_card("# A card\n", "me/it", named)
 
 
