@@ -132,6 +132,8 @@ def check_request(
     """
     texts = texts or CalibrationTexts()
     fit = fit or FitOptions()
+    if recipe.tune and run.stream:
+        raise UsageError("--tune reads shards several times, which --stream deletes", "leave one of the two out")
     if fit.fit is not None:
         refuse_options(recipe)
     return Request(run, recipe, texts, fit, *check_recipe(recipe, texts))

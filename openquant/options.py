@@ -589,6 +589,13 @@ class Recipe(OptionGroup):
         "that are routed to it.",
         common=True,
     )
+    tune: bool = quantization(
+        False,
+        "Weigh tokens by gradients in `gptq`. Tokens that the model's answers depend on count more, which loses less. "
+        "Gradients run back through the model first, which takes longer than GPTQ itself. Experts count all tokens "
+        "alike.",
+        common=True,
+    )
     kv_cache: CacheScheme = quantization(
         "auto",
         'KV cache: fp8 adds its scales, auto (default) none. With "fp8", engines store the KV cache in FP8. Its scales '

@@ -217,11 +217,23 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> tuple[Scheme | None
         recipe.quantize_embeddings,
         fp8_kv_cache=fp8_cache,
         transforms=UNDECIDED if smoothing else None,
-        gptq=expected if recipe.gptq else None,
+        gptq=gptq_texts(recipe, expected),
         texts=expected,
         calibrate=recipe.calibrate or smoothing,
     )
     return scheme, options
+
+
+def gptq_texts(recipe: Recipe, account: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a plan says of GPTQ's texts; None without GPTQ.
+
+    Args:
+        recipe: the options that decide the bytes of the output.
+        account: number and length of the texts, and what else is known of them (`Corpus.account`).
+    """
+    if not recipe.gptq:
+        return None
+    return {**account, "tuned": True} if recipe.tune else dict(account)
 
 
 def _require_use(recipe: Recipe, needs_scales: bool) -> None:
@@ -229,6 +241,8 @@ def _require_use(recipe: Recipe, needs_scales: bool) -> None:
     smoothing = recipe.awq or recipe.smooth is not None
     if recipe.gptq:
         _require_texts(recipe, needs_scales or smoothing)
+    elif recipe.tune:
+        raise UsageError("--tune says how GPTQ weighs tokens", "give --gptq too")
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
     if recipe.awq:

@@ -71,6 +71,7 @@ def round_layers(
     loops: Loops,
     *,
     max_hessian_bytes: int,
+    sensitivities: Mapping[str, Tensor] | None = None,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
@@ -86,6 +87,8 @@ def round_layers(
         loops: the module that chooses scales: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; texts run several times
             through a layer whose Hessians take more.
+        sensitivities: how much each token counts in the Hessians of Linears, by group (`hessian_groups`), float32
+            [documents, tokens]; None if all count alike, as they do in those that have none.
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
@@ -113,6 +116,8 @@ def round_layers(
             f"{pass_checkpoint.path} continues after layers whose files are gone from {store.path}",
             "remove it to begin again",
         )
+    for name, group in hessian_groups(units.values(), plan.entry).items():
+        units[model.unit_of(name)].linears[name].sensitivity = (sensitivities or {}).get(group)
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
@@ -372,6 +377,7 @@ class Hessian:
         weights: the weights that GPTQ rounds with it, each with its scheme.
         moe_hessian: for gate and up of an expert: the Hessian over all tokens of its MoE layer. None for down and for
             dense layers.
+        sensitivity: float32 [documents, tokens], by which squared inputs are weighed; None if all tokens count alike.
         accumulating: whether `add` adds.
         tokens: number of tokens added.
         upper: float32 [in, in], whose upper triangle, with the diagonal, is the sum; None before the first token.
@@ -380,6 +386,7 @@ class Hessian:
     width: int
     weights: list[tuple[Weight, Scheme]] = field(default_factory=list)
     moe_hessian: Hessian | None = None
+    sensitivity: Tensor | None = None
     accumulating: bool = False
     tokens: int = 0
     upper: Tensor | None = None
@@ -395,11 +402,13 @@ class Hessian:
         """Bytes of the matrix and of its output tensors."""
         return 4 * self.width**2 + sum(info.nbytes for info in self.output_tensors)
 
-    def add(self, inputs: Tensor) -> None:
-        """Add inputs [..., in] of any float dtype, if it is accumulating."""
+    def add(self, inputs: Tensor, document: int = 0) -> None:
+        """Add inputs [..., in] of any float dtype, of all tokens of a document or of some, if it is accumulating."""
         tokens = inputs.reshape(-1, self.width).float()
         if not self.accumulating or not len(tokens):
             return
+        if self.sensitivity is not None:
+            tokens = tokens * self.sensitivity[document, :, None].sqrt().to(tokens.device)
         if self.upper is None:
             self.upper = torch.zeros(self.width, self.width, device=tokens.device)
         self.tokens += len(tokens)
@@ -511,7 +520,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
             `values`, unchanged.
         """
         if isinstance(into, Hessian):
-            self._once(id(into), values, lambda: into.add(values))
+            self._once(id(into), values, lambda: into.add(values, self.document))
 
         elif (routing := self._routed[place]) is not None:
             rows = values.reshape(-1, values.shape[-1])
@@ -586,6 +595,22 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
             pair for pair in hessian.weights if not pair[1].format.shares_scale or modules.issuperset(group)
         ]
     return {unit: units[unit] for unit in sorted(units, key=model.layers.index)}
+
+
+def hessian_groups(units: Iterable[LayerHessians], entry: ModuleRules) -> dict[str, str]:
+    """Return the Linears that compute all tokens, by module name, each with the first of those that share its Hessian.
+
+    Args:
+        units: the Hessians of decoder layers.
+        entry: rules of the architecture, which name its modules of experts.
+    """
+    groups: dict[str, str] = {}
+    for unit in units:
+        firsts: dict[Hessian, str] = {}
+        for name, hessian in unit.linears.items():
+            if not any(entry.experts(weight.module) for weight, _ in hessian.weights):
+                groups[name] = firsts.setdefault(hessian, name)
+    return groups
 
 
 def expert_index(weight: Weight, entry: ModuleRules) -> int:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -38,9 +38,16 @@ from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions, rounded_bytes
 from ..plan.plan import Plan
-from ..recipes import Request
+from ..recipes import Request, gptq_texts
 from ..result import Place, Preview, Reporter, default_reporter
-from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, hessian_memory, memory_left
+from ..streaming.memory import (
+    MemoryStep,
+    calibration_steps,
+    gptq_steps,
+    hessian_memory,
+    memory_left,
+    sensitivity_steps,
+)
 from ..streaming.session import (
     BUDGET,
     TEXTS_OR_CHECKPOINTS,
@@ -72,6 +79,8 @@ from .smoothing import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..data.corpus import Corpus
     from ..streaming.pass_checkpoint import PassCheckpoint
 
@@ -262,7 +271,7 @@ def _run(
         "versions of libraries": f"openquant {__version__}, transformers {version('transformers')}",
     }
     pass_checkpoint = PassCheckpoint(part_path(target.path, ranks), about)
-    opened.reporter.on_note(_describe(corpus.described, corpus, pass_checkpoint) + where)
+    opened.reporter.on_note(_describe(corpus.described, corpus.notes, pass_checkpoint) + where)
 
     free = memory_left(opened.run.max_memory, calibration_steps(checkpoint, corpus.length))
     budget = BUDGET if free is None else free
@@ -291,10 +300,10 @@ def _run(
     pass_checkpoint.remove()
 
 
-def _describe(what: str, corpus: Corpus, pass_checkpoint: PassCheckpoint) -> str:
+def _describe(what: str, notes: Sequence[str], pass_checkpoint: PassCheckpoint) -> str:
     """The line that a run begins with."""
     continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
-    return "; ".join((what, *corpus.notes, *continued))
+    return "; ".join((what, *notes, *continued))
 
 
 def apply_gptq(job: Job, corpus: Corpus) -> Plan:
@@ -316,7 +325,10 @@ def apply_gptq(job: Job, corpus: Corpus) -> Plan:
         OutputError: rounded layers or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    places = job.ranks.all_do(lambda: _round_layers(job, corpus) if job.ranks.first else None)
+    sensitivities: Mapping[str, Tensor] = {}
+    if job.plan.is_tuned:
+        sensitivities = job.ranks.all_do(lambda: _find_sensitivities(job, corpus))
+    places = job.ranks.all_do(lambda: _round_layers(job, corpus, sensitivities) if job.ranks.first else None)
     if places is None:
         places = rounded_layer_store(job.target, _digest(job)).places()
     return job.plan.with_rounded(places)
@@ -337,7 +349,38 @@ def _digest(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
+def _find_sensitivities(job: Job, corpus: Corpus) -> dict[str, Tensor]:
+    """Find how much each token counts; the first rank gets what all have found of their documents."""
+    from ..streaming.model import StreamedModel
+    from ..streaming.pass_checkpoint import PassCheckpoint
+    from .gptq_pass import find_hessians, hessian_groups
+    from .sensitivity import find_sensitivities
+
+    ranks = job.ranks
+    digest = _digest(job)
+    store = rounded_layer_store(job.target, digest)
+    ranks.first_does(store.claim)
+    # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
+    pass_checkpoint = PassCheckpoint(store.sensitivities(ranks.rank), {"run": digest, "ranks": str(ranks.size)})
+    job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
+
+    free = memory_left(job.run.max_memory, sensitivity_steps(job.checkpoint, corpus.length), refuse=False)
+    model = StreamedModel(job.checkpoint, device=job.device)
+    groups = hessian_groups(find_hessians(model, job.plan).values(), job.plan.entry)
+    place = Scratch(job.target.absolute().parent, 0, job.run.stream)
+    with streamed_run([(job.source, job.fingerprint())], 0, place, ranks, hashes=False, models=[model]):
+        return find_sensitivities(
+            model,
+            corpus,
+            groups,
+            budget=BUDGET if free is None else free,
+            ranks=ranks,
+            progress=checked_progress(ranks, job.reporter.on_progress),
+            pass_checkpoint=pass_checkpoint,
+        )
+
+
+def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
     """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
@@ -351,7 +394,9 @@ def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
     store = rounded_layer_store(job.target, digest)
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
-    reporter.on_note(_describe(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
+    # They were said before the texts were weighed.
+    notes = () if plan.is_tuned else corpus.notes
+    reporter.on_note(_describe(f"GPTQ with {corpus.described}", notes, pass_checkpoint))
 
     # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
     free = memory_left(job.run.max_memory, gptq_steps(job.checkpoint, plan, corpus.length), refuse=False)
@@ -372,6 +417,7 @@ def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
             store,
             loops(fast),
             max_hessian_bytes=max_hessian_bytes,
+            sensitivities=sensitivities,
             scratch=scratch,
             progress=checked_progress(ranks, reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
@@ -419,6 +465,8 @@ def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
             steps += calibration_steps(opened.checkpoint, length)
     if "Hessians" in plan.lacks:
         steps += gptq_steps(opened.checkpoint, plan, length)
+        if plan.is_tuned:
+            steps += sensitivity_steps(opened.checkpoint, length)
     if "smoothing" in plan.lacks:
         steps.append(MemoryStep("choosing smoothing scales", search_memory(plan), models=bool(steps)))
     return steps
@@ -452,7 +500,7 @@ def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None]:
         options = replace(options, calibration=find_calibration(job, request.texts))
     if "Hessians" in lacks:
         corpus = read_texts(job.source, job.checkpoint, request.texts, job.ranks)
-        options = replace(options, gptq=corpus.account)
+        options = replace(options, gptq=gptq_texts(request.recipe, corpus.account))
     if "smoothing" in lacks:
         assert options.calibration is not None
         options = replace(options, transforms=choose_transforms(job, request.recipe, options.calibration))

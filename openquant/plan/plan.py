@@ -152,6 +152,11 @@ class Plan:
         """Sizes in bytes of the other files that are copied, by name."""
         return self.decoded.files
 
+    @property
+    def is_tuned(self) -> bool:
+        """Whether GPTQ weighs tokens by how much the model's answers depend on them."""
+        return bool(self.options.gptq and self.options.gptq.get("tuned"))
+
     @cached_property
     def gptq_rounded(self) -> list[tuple[Weight, Scheme]]:
         """The weights that GPTQ rounds, each with its scheme."""

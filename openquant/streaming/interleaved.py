@@ -5,7 +5,8 @@ head. The model's own `forward` runs once for each pass, in a greenlet that is s
 driver loads the unit, computes it for all passes that wait for it, and frees its weights. So the weights of one unit
 are in memory at a time, and this module knows no architecture.
 
-All greenlets run in the caller's thread and share its state: the driver enters inference mode once for all of them.
+All greenlets run in the caller's thread and share its state: the driver enters inference mode once for all of them, or
+enables gradients.
 Each has its own context variables, empty at first.
 
     streamed = StreamedModel(open_checkpoint(path))
@@ -139,6 +140,7 @@ def run_interleaved(
     progress: Callable[[str, int, int], None] | None = None,
     checkpoint: PassCheckpoint | None = None,
     recompute: Callable[[str], bool] | None = None,
+    gradients: bool = False,
 ) -> None:
     """Run forward passes together, unit by unit, so that every weight is read once.
 
@@ -161,6 +163,7 @@ def run_interleaved(
         recompute: called with the unit of a single model before it is computed. While it returns True, the unit is
             computed for all passes and its outputs are discarded. GPTQ does this for layers whose Hessians do not fit
             into memory at once.
+        gradients: whether torch notes what gradients need, in place of inference mode.
 
     Raises:
         SourceError: a weight is missing or cannot be read.
@@ -184,7 +187,8 @@ def run_interleaved(
         recompute=recompute or (lambda _: False),
     )
 
-    with memory_used_again(), transformers_internals.quiet_transformers(), torch.inference_mode(), run.driver:
+    mode = torch.enable_grad() if gradients else torch.inference_mode()
+    with memory_used_again(), transformers_internals.quiet_transformers(), mode, run.driver:
         try:
             run.run()
         finally:
@@ -226,8 +230,8 @@ def run_with_hooks(
     """
 
     @contextmanager
-    def observe() -> Iterator[None]:
-        with products_in_float32(model.device), hooks.on():
+    def observe(number: int) -> Iterator[None]:
+        with products_in_float32(model.device), hooks.on(number):
             yield
 
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
@@ -238,7 +242,10 @@ def run_with_hooks(
 
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
-            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
+            [
+                [ForwardPass(model, partial(body, ids), partial(observe, number))]
+                for number, ids in zip(documents, texts, strict=True)
+            ],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
@@ -565,10 +572,14 @@ class ModuleHooks(ABC, Generic[T]):
         model: the model that hooks are registered on.
         layers: for each hooked nn.Linear, by module name, what is passed to `on_input`.
         experts: the same for modules of stacked experts.
+
+    Attributes:
+        document: the number that was passed to `on`.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, T], experts: Mapping[str, ExpertWeights[T]]) -> None:
         self._active = False
+        self.document = 0
         # The last activations and what was computed from them, by a key that the subclass chooses.
         self._last: dict[Any, tuple[Tensor, Any]] = {}
 
@@ -599,9 +610,14 @@ class ModuleHooks(ABC, Generic[T]):
         """
 
     @contextmanager
-    def on(self) -> Iterator[None]:
-        """Call `on_input` inside this context; for `ForwardPass.around`."""
+    def on(self, document: int = 0) -> Iterator[None]:
+        """Call `on_input` inside this context; for `ForwardPass.around`.
+
+        Args:
+            document: number of the document that is computed, for those that need it.
+        """
         self._active = True
+        self.document = document
         try:
             yield
         finally:

@@ -30,6 +30,9 @@ LOOKUP, HEAD = 64 << 20, 48 << 20
 # float32 values per token and output of a layer's widest matrix that exist at once: gate, up, their product, a rounded
 # or observed copy of it, and the bfloat16 copies of all these.
 WIDTHS = 5
+# The same of a layer that gradients flow through; and bytes per logit: itself, its probability, a random number, their
+# product and its gradient.
+GRADIENT_WIDTHS, GRADIENT_LOGITS = 16, 18
 # Bytes of comparing pieces of weights and heads with the source's, in float32 and float64: 170 MB for qwen3-1.7b.
 COMPARISON = 224 << 20
 # Bytes per weight that GPTQ rounds: as float32, its error, the value of its code, and copies in act-order; and the
@@ -75,6 +78,7 @@ class WeightMemory:
     """Memory of a checkpoint's weights while a model is streamed.
 
     Attributes:
+        layers: the number of decoder layers, those of vision towers included.
         layer: bytes of the largest decoder layer.
         table: bytes in memory of the embedding table while tokens are looked up.
         head: bytes in memory of the output head while logits are computed.
@@ -83,6 +87,7 @@ class WeightMemory:
         width: the longest axis of a matrix in a layer, times the experts of a token if the matrix is an expert's.
     """
 
+    layers: int
     layer: int
     table: int
     head: int
@@ -140,7 +145,7 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
         table = max(table, min(nbytes, LOOKUP) if is_mapped else nbytes)
         head = max(head, HEAD if is_mapped else nbytes)
     whole_head = max(map(count_loaded, tables), default=0)
-    return WeightMemory(max(layers.values(), default=0), table, head, whole_head, rest, width)
+    return WeightMemory(len(layers), max(layers.values(), default=0), table, head, whole_head, rest, width)
 
 
 def compute_dtype(checkpoint: Checkpoint) -> str:
@@ -205,6 +210,22 @@ def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemorySt
         copies = hessian * (3 if plan.options.transforms is None else 4)
         widest = max(widest, copies, hessian + ROUNDED * min(rows * cols, max(AT_ONCE, cols)))
     return [MemoryStep("rounding layers by GPTQ", collecting + widest, "leave --gptq out")]
+
+
+def sensitivity_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
+    """Return the steps of weighing the tokens of texts of `length` tokens, if one text is in memory at a time.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
+    """
+    weights = weight_memory(checkpoint)
+    inputs = weights.layers * hidden_bytes(checkpoint, length)
+    # Gradients keep all that a layer computes, and on some CPUs its weights in float32.
+    layer = 3 * weights.layer + 4 * GRADIENT_WIDTHS * weights.width * length
+    logits = GRADIENT_LOGITS * length * (vocabulary_of(checkpoint) or 0)
+    nbytes = weights.rest + inputs + max(layer, 3 * weights.whole_head + logits)
+    return [MemoryStep("weighing tokens", nbytes, "leave --tune out")]
 
 
 def hessian_memory(plan: Plan) -> int:

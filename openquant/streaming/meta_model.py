@@ -194,7 +194,7 @@ class MetaModel:
             nearest[name] = units.get(module, REST)
         return nearest
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def load_weights(self, unit: str) -> None:
         """Load the weights of a unit, or of REST. Its shards must be on disk.
 

@@ -76,6 +76,7 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
         for word in {
             "compress": ["compress", "-m", wide, "-o", out],
             "gptq": ["compress", "-m", wide, "-o", out, *GPTQ, *TEXTS],
+            "tune": ["compress", "-m", wide, "-o", out, *GPTQ, "--tune", "--samples", "2", "--length", "1500"],
             "awq": ["compress", "-m", wide, "-o", out, *AWQ, *TEXTS],
             "smooth": ["compress", "-m", wide, "-o", out, "--scheme", "int8", "--smooth", "0.5", *TEXTS],
             "dequantize": ["dequantize", stored, "-o", out],
@@ -87,7 +88,7 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
     ]
 
 
-VERBS = ["compress", "gptq", "awq", "smooth", "dequantize", "calibrate", "fit", "search", "eval"]
+VERBS = ["compress", "gptq", "tune", "awq", "smooth", "dequantize", "calibrate", "fit", "search", "eval"]
 
 
 def test_less_than_a_step_takes_is_refused_before_anything_is_run(
@@ -104,6 +105,10 @@ def test_less_than_a_step_takes_is_refused_before_anything_is_run(
     error, hint = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("error: a memory of 0 bytes is too little: rounding layers by GPTQ takes up to ")
     assert hint.endswith(" or more, or leave --gptq out")
+    assert main([*words("tune", wide, stored, tmp_path / "out"), "--dry-run", "--max-memory", "0"]) == 2
+    error, hint = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("error: a memory of 0 bytes is too little: weighing tokens takes up to ")
+    assert hint.endswith(" or more, or leave --tune out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,7 +160,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("verb", ["gptq", "awq", "fit", "eval"] if everything() else ["gptq", "eval"])
+@pytest.mark.parametrize("verb", ["gptq", "tune", "awq", "fit", "eval"] if everything() else ["gptq", "tune", "eval"])
 def test_what_a_hint_says_is_enough_and_is_kept(
     wide: Path,
     stored: Path,

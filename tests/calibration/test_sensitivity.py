@@ -1,0 +1,237 @@
+"""How much each token counts: by gradients that run back through a streamed model, and in `compress --gptq --tune`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import EXAMPLE
+from openquant import compress
+from openquant.calibration.gptq_pass import Hessian, find_hessians, hessian_groups, round_layers
+from openquant.calibration.observers import find_hook_points
+from openquant.calibration.sensitivity import draw_gradient, find_sensitivities
+from openquant.data.corpus import Corpus, Document
+from openquant.errors import OpenQuantError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.shardfile import LayerStore
+from openquant.formats import kernels
+from openquant.formats.schemes import SCHEMES
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.plan import make_plan
+from openquant.streaming import model as streamed
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints, starting
+from support.conversions import Shelf
+from support.reporters import Told
+from support.representatives import representatives
+from support.starting import Job
+
+IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(40)) for number in range(3)]
+CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
+SMALL: dict[str, Any] = {"gptq": True, "tune": True, "samples": 4, "length": 64}
+WORDS = ("--scheme", "int4", "--gptq", "--tune", "--samples", "4", "--length", "64")
+
+
+def linears_of(model: StreamedModel) -> dict[str, str]:
+    """Each Linear that computes all tokens, in a group of its own."""
+    return {name: name for name in find_hook_points(model)[0] if ".experts." not in name}
+
+
+def squares_by_autograd(root: Path, model: StreamedModel) -> dict[str, Tensor]:
+    """What an ordinary model of transformers has, all of whose weights are in memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ordinary: Any = type(model.model).from_pretrained(root, dtype=torch.float32).eval().requires_grad_(False)
+    found = {name: torch.zeros(len(IDS), len(IDS[0])) for name in linears_of(model)}
+
+    def followed(name: str, number: int, _module: object, _inputs: object, output: Any) -> None:
+        def add(gradient: Tensor) -> None:
+            found[name][number] += gradient.reshape(len(IDS[0]), -1).square().sum(-1)
+
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(add)
+
+    for number, ids in enumerate(IDS):
+        hooks = [ordinary.get_submodule(name).register_forward_hook(partial(followed, name, number)) for name in found]
+        embeddings = ordinary.get_input_embeddings().register_forward_hook(
+            lambda *call: call[2].requires_grad_().clone()
+        )
+        logits = ordinary(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        torch.autograd.backward(logits, draw_gradient(logits, number))
+        for hook in (*hooks, embeddings):
+            hook.remove()
+    return found
+
+
+def weights(squares: Tensor) -> Tensor:
+    return squares**0.7 / (squares**0.7).mean()
+
+
+@pytest.mark.parametrize("architecture", representatives(small_checkpoints.STREAMED))
+def test_gradients_are_those_of_an_ordinary_model(shelf: Shelf, architecture: str) -> None:
+    if architecture == "Llama4ForConditionalGeneration":
+        pytest.skip("transformers 5.24 does not run it")
+    root = shelf.source(architecture)
+    model = StreamedModel(open_checkpoint(root), dtype=torch.float32)
+    linears = linears_of(model)
+    # As many documents at once as there are, and one.
+    found, one_by_one = (find_sensitivities(model, CORPUS, linears, budget=budget) for budget in (1 << 30, 0))
+    assert found.keys() == one_by_one.keys()
+    assert all(torch.equal(found[name], one_by_one[name]) for name in found)
+
+    expected = {name: squares for name, squares in squares_by_autograd(root, model).items() if squares.any()}
+    assert found.keys() == expected.keys()
+    for name, squares in expected.items():
+        torch.testing.assert_close(found[name], weights(squares), rtol=1e-3, atol=1e-3)
+
+
+def test_on_a_processor_without_bfloat16(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = shelf.source("Qwen3ForCausalLM")
+    found = []
+    for computes in (True, False):
+        monkeypatch.setattr(streamed, "_multiplies_bfloat16", lambda computes=computes: computes)
+        model = StreamedModel(open_checkpoint(root))
+        found.append(find_sensitivities(model, CORPUS, linears_of(model), budget=0))
+    for name, sensitivity in found[0].items():
+        torch.testing.assert_close(sensitivity, found[1][name], rtol=0.2, atol=0.05)
+
+
+def test_a_group_has_the_sum_of_its_layers(shelf: Shelf) -> None:
+    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")), dtype=torch.float32)
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    together = find_sensitivities(model, CORPUS, dict.fromkeys(names, "all"), budget=0)["all"]
+    squares = squares_by_autograd(shelf.source("Qwen3ForCausalLM"), model)
+    expected = sum(squares[name] for name in names)
+    torch.testing.assert_close(together, weights(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_the_curvature_of_the_kl_is_the_covariance_of_what_is_drawn() -> None:
+    logits = torch.tensor([[0.3, -1.0, 2.0]]).expand(200_000, 3)
+    drawn = draw_gradient(logits, seed=0)
+    chances = torch.softmax(logits[0], -1)
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), chances.diag() - chances.outer(chances), rtol=0, atol=3e-3)
+    assert torch.equal(drawn, draw_gradient(logits, seed=0))
+    assert not torch.equal(drawn, draw_gradient(logits, seed=1))
+
+
+def test_a_hessian_weighs_its_tokens() -> None:
+    inputs = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    sensitivity = torch.tensor([[0.0, 1.0, 2.0, 0.5, 0.0], [3.0, 0.0, 0.0, 1.0, 0.25]])
+    hessian = Hessian(8, sensitivity=sensitivity, accumulating=True)
+    for document in (0, 1):
+        hessian.add(inputs[document, None], document)
+    rows = inputs.reshape(10, 8)
+    torch.testing.assert_close(hessian.pop_matrix(), rows.T @ (sensitivity.reshape(10, 1) * rows))
+
+
+def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(shelf.source("Qwen3MoeForCausalLM"))
+    plan = make_plan(checkpoint, SCHEMES["channel"], PlanOptions(ignore=("**.experts.**",), gptq=CORPUS.account))
+
+    def rounded(name: str, count: int, weighed: bool) -> list[bytes]:
+        model = StreamedModel(checkpoint)
+        corpus = Corpus(CORPUS.documents[:count], "", {})
+        weights = torch.zeros(count, len(IDS[0]))
+        weights[0] = 1
+        groups = hessian_groups(find_hessians(model, plan).values(), plan.entry)
+        store = LayerStore(tmp_path / name, "0" * 64)
+        store.claim()
+        sensitivities = dict.fromkeys(groups.values(), weights) if weighed else None
+        round_layers(model, plan, corpus, store, kernels, max_hessian_bytes=1 << 30, sensitivities=sensitivities)
+        return [path.read_bytes() for path in sorted((tmp_path / name).glob("*.safetensors"))]
+
+    assert rounded("alone", 1, weighed=False) == rounded("weighed", 3, weighed=True)
+    assert rounded("alike", 3, weighed=False) != rounded("again", 3, weighed=True)
+
+
+def shards(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with a few texts."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    compress(EXAMPLE, out, "int4", **SMALL)
+    return out
+
+
+def test_the_output_says_how_it_was_made(made: Path, tmp_path: Path) -> None:
+    texts = "4 x 64 tokens (openquant texts for calibration)"
+    assert (
+        f"| rounded by | GPTQ, {texts}, each token by how much answers depend on it |\n"
+        in (made / "README.md").read_text()
+    )
+    compress(EXAMPLE, tmp_path / "alike", "int4", **{**SMALL, "tune": False})
+    assert shards(tmp_path / "alike") != shards(made)
+
+
+class Stopped(Exception):
+    """Ends a run."""
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """It stops while tokens are weighed, one document at a time, or while layers are rounded."""
+    monkeypatch.setattr("openquant.calibration.run.BUDGET", 0)
+
+    def stop(done: int, total: int) -> None:
+        del done, total
+        if len(stopped.steps) == steps:
+            raise Stopped
+
+    stopped = Told(stop)
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, tmp_path / "out", "int4", reporter=stopped, **SMALL)
+    assert stopped.steps[:4] == [(64, 256), (128, 256), (192, 256), (256, 256)][:steps]
+
+    going_on = Told()
+    compress(EXAMPLE, tmp_path / "out", "int4", reporter=going_on, **SMALL)
+    assert going_on.notes[0].startswith("weighing 4 documents of 64 tokens: ")
+    assert going_on.notes[0].endswith("; an earlier run is continued")
+    # The second document was not kept yet.
+    assert going_on.steps[0] == ((128, 256) if steps == 2 else stopped.steps[4])
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with starting.job() as found:
+        yield found
+
+
+def test_ranks_share_the_documents(made: Path, job: Job, tmp_path: Path) -> None:
+    done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", *WORDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("weighing 4 documents of 64 tokens") == 1
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_it_cannot_be_used_with(tmp_path: Path) -> None:
+    for options, message in (
+        ({"tune": True}, "--tune says how GPTQ weighs tokens"),
+        ({**SMALL, "stream": True}, "--tune reads shards several times, which --stream deletes"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", **options)
+        assert caught.value.message == message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_differentiated_is_named(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")))
+    norm = type(model.model.model.layers[0].input_layernorm)
+    monkeypatch.setattr(norm, "forward", lambda _, hidden: hidden.detach().mul_(2))
+    with pytest.raises(OpenQuantError) as caught:
+        find_sensitivities(model, CORPUS, linears_of(model), budget=0)
+    assert caught.value.message.startswith("Qwen3ForCausalLM cannot be differentiated: ")
+    assert caught.value.hint == "leave --tune out"
