@@ -37,6 +37,9 @@ from ..streaming.session import documents_of_rank, hidden_bytes
 # Power of the sum of squares. One draw of the gradient says little of a single token, and a few tokens have most of the
 # sum: on SmolLM2 with 12k tokens, 0.5, 0.7 and 1 gave 0.847, 0.819 and 0.836 of GPTQ's KL in int4.
 EXPONENT = 0.7
+# Documents whose layers are computed together, at most. Each layer is read twice for all of them, and what was found is
+# kept after them.
+AT_ONCE = 8
 
 
 def find_sensitivities(
@@ -82,7 +85,7 @@ def find_sensitivities(
 
     documents = documents_of_rank(len(corpus.documents), ranks)
     inputs_of_layers = len(model.layers) * hidden_bytes(model.checkpoint, corpus.length)
-    at_once = max(1, budget // max(1, inputs_of_layers))
+    at_once = max(1, min(AT_ONCE, budget // max(1, inputs_of_layers)))
 
     threads = threads_for(model, corpus.length)
     with limited_threads(threads), products_in_float32(model.device), recorder.hooked(model):
