@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from openquant.machine import available_cpus
 from support import small_checkpoints, starting
 from support.conversions import Shelf
 from support.representatives import everything
@@ -94,6 +95,11 @@ NIGHTLY = (
     "test_packaging.py::test_every_verb_works_from_the_wheel",
     "test_packaging.py::test_type_checkers_follow_an_editable_install",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are CPUs: two fifths of the time tests wait, for servers, browsers and what was killed."""
+    return available_cpus() + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
