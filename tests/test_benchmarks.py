@@ -65,30 +65,44 @@ def test_all_that_is_measured_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
         assert gpu_memory == "0" and float(memory) > 100
 
 
+PLANTED = """
+import os, signal, sys
+sys.path.insert(0, {benchmarks!r})
+import gpu
+
+def write_other_codes(bench, source, output, *others, **options):
+    import torch
+    from safetensors.torch import save_file
+
+    (bench.directory / output).mkdir(exist_ok=True)
+    codes = torch.tensor([1, 2, 3, len(output)], dtype=torch.int8)
+    save_file({{"codes": codes}}, bench.directory / output / "model.safetensors")
+
+def die(bench):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def take_all_time(bench):
+    gpu.LAST_START = -1
+    yield "long", 3.0, "s", 1.5, "nothing"
+
+gpu.Bench.compress = write_other_codes
+gpu.PARTS = {{"codes": gpu.compare_codes, "killed": die, "long": take_all_time, "late": die}}
+if __name__ == "__main__":
+    gpu.main()
+"""
+
+
 def test_what_fails_on_a_gpu_is_named_and_the_rest_is_measured(tmp_path: Path) -> None:
     script = tmp_path / "planted.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-        "import gpu\n"
-        "def refuse(bench):\n"
-        "    yield 'begun', 2.0, 's', 0.5, 'nothing'\n"
-        "    raise ValueError('planted')\n"
-        "def die(bench):\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "def take_all_time(bench):\n"
-        "    gpu.LAST_START = -1\n"
-        "    yield 'long', 3.0, 's', 1.5, 'nothing'\n"
-        "gpu.PARTS = {'refused': refuse, 'killed': die, 'long': take_all_time, 'late': refuse}\n"
-        "if __name__ == '__main__':\n"
-        "    gpu.main()\n"
-    )
-    (directory := tmp_path / "temporary").mkdir()
-    code, rows = measured_gpu(script, directory)
+    script.write_text(PLANTED.format(benchmarks=str(ROOT / "benchmarks")))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+
+    code, rows = measured_gpu(script, temporary)
     assert code == 1
     assert [row[:5] for row in rows] == [
-        ["begun", "2", "s", "0.5", "nothing"],
-        ["refused", "failed: ValueError: planted", "", "", ""],
+        *([f"codes, {name}", "75", "% equal", "0.75", "the CPU's"] for name in (*SCHEMES, "int4 by GPTQ")),
+        ["codes", f"failed: ValueError: not the CPU's codes: {', '.join(SCHEMES)}", "", "", ""],
         ["killed", "failed: ended by signal 9", "", "", ""],
         ["long", "3", "s", "1.5", "nothing"],
         ["late", "left out: no time", "", "", ""],
