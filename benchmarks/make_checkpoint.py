@@ -113,7 +113,9 @@ def write(root: Path, shape: Shape, layers: int, shard_bytes: int, headers_only:
         shards[-1].append((name, sizes))
         filled += nbytes
     generator = np.random.default_rng(0)
-    pool = (generator.standard_normal(POOL, dtype=np.float32) * 0.02).view(np.uint32) >> 16
+    # A tiny model needs no more numbers than it has.
+    count = min(POOL, 2 * sum(int(np.prod(sizes)) for content in shards for _, sizes in content))
+    pool = (generator.standard_normal(count, dtype=np.float32) * 0.02).view(np.uint32) >> 16
     bits = pool.astype(np.uint16)
     placed = {}
     for number, content in enumerate(shards):
@@ -134,8 +136,8 @@ def write(root: Path, shape: Shape, layers: int, shard_bytes: int, headers_only:
                 continue
             left = offset // 2
             while left:
-                start = int(generator.integers(0, POOL // 2))
-                part = bits[start : start + min(left, POOL // 2)]
+                start = int(generator.integers(0, count // 2))
+                part = bits[start : start + min(left, count // 2)]
                 out.write(part.data)
                 left -= part.size
     index = {"metadata": {"total_size": 0}, "weight_map": placed}
