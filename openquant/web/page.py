@@ -302,9 +302,7 @@ class PageLayout:
             self.gptq = gr.Checkbox(label="Calibrate with GPTQ: slower, loses less", elem_id="gptq")
             self.evaluate = gr.Checkbox(label="Measure what is lost at the end", elem_id="evaluate")
 
-            self.where = gr.Radio(
-                [HERE, THERE], value=HERE, label="Output (straight: no copy stays here)", elem_id="where"
-            )
+            self.where = gr.Radio([HERE, THERE], value=HERE, label="Output (straight: no copy here)", elem_id="where")
             self.output = gr.Textbox(
                 label="Directory", info="Its name; empty: by the model and the scheme", elem_id="output"
             )
