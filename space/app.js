@@ -24,6 +24,7 @@ const waiting = new Map();
 let requests = 0;
 
 worker.onmessage = ({ data }) => {
+  if ("loaded" in data) return showLoaded(data);
   const { resolve, reject, say } = waiting.get(data.id);
   if ("progress" in data) return say(data.progress);
   waiting.delete(data.id);
@@ -34,6 +35,11 @@ worker.onerror = () => {
   for (const { reject } of waiting.values()) reject(new Error("The planner cannot run in this browser."));
   waiting.clear();
 };
+
+function showLoaded({ loaded, total }) {
+  const [done, all] = [loaded, total].map((count) => Math.round(count / 1e6));
+  say(loaded < total ? `Loading the planner: ${done} of ${all} MB` : "Starting the planner");
+}
 
 function ask(message, say = () => {}) {
   const id = ++requests;
@@ -120,10 +126,18 @@ byId("repo").addEventListener("input", () => {
   const typed = byId("repo").value.trim();
   if (typed.length < 3) return;
   searching = setTimeout(async () => {
-    const found = await hub().json(`/api/models?search=${encodeURIComponent(typed)}&filter=safetensors&limit=8`).catch(() => []);
+    const found = await hub().json(`/api/models?search=${encodeURIComponent(typed)}&filter=safetensors&limit=8`).catch((error) => complain(error.message));
     const names = Array.isArray(found) ? found.map((model) => model?.id).filter((name) => typeof name === "string") : [];
     byId("repos").replaceChildren(...names.map((name) => new Option(name, name)));
   }, 300);
+});
+
+// A row of the table of schemes is a choice.
+byId("table").addEventListener("click", ({ target }) => {
+  const row = target.closest("tr")?.querySelector("button");
+  if (!row) return;
+  byId("scheme").value = row.value;
+  byId("form").requestSubmit();
 });
 
 byId("form").addEventListener("submit", (event) => {
@@ -133,7 +147,8 @@ byId("form").addEventListener("submit", (event) => {
 });
 
 function say(text) {
-  byId("progress").textContent = text;
+  // What is said again would be read out again.
+  if (byId("progress").textContent !== text) byId("progress").textContent = text;
 }
 
 function complain(message) {
@@ -449,7 +464,6 @@ async function greet() {
   }
   byId("sign-in").hidden = !canSignIn();
   if (visitor) showRunning().catch((error) => complain(error.message));
-  say("Starting the planner");
   try {
     offer(await ask({ kind: "choices" }));
   } catch (error) {

@@ -36,6 +36,7 @@ PYODIDE = (
 )
 # Those of its files that a page needs.
 PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
+FETCHED = (*(f"pyodide/{name}" for name in (*PYODIDE_FILES[2:], "pyodide-lock.json")), "planner.py", "without_numpy.py")
 _PAGE = ("README.md", "index.html", "style.css", "app.js", "hub.js", "job.js", "signin.js", "worker.js")
 FILES = (*_PAGE, "planner.py", "without_numpy.py", "overrides.txt")
 
@@ -114,7 +115,10 @@ def build(out: Path, cache: Path, hub: str = HUB) -> None:
     # The list of packages, of which the page loads none.
     (out / "pyodide" / "pyodide-lock.json").write_text(json.dumps({**lock, "packages": {}}))
     wheel = build_wheel(out)
-    (out / "build.json").write_text(json.dumps({"hub": hub, "wheel": wheel.name}) + "\n")
+    # What worker.js fetches: the module of Pyodide's loader is part of the page.
+    fetched = [wheel, *(out / name for name in FETCHED)]
+    nbytes = sum(path.stat().st_size for path in fetched)
+    (out / "build.json").write_text(json.dumps({"hub": hub, "wheel": wheel.name, "bytes": nbytes}) + "\n")
 
 
 def main() -> None:

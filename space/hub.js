@@ -28,10 +28,14 @@ export class Hub {
       });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new HubError("The Hub cannot be reached. Check the connection and try again.", 0);
+      throw this.unreachable();
     }
     if (!answer.ok) throw new HubError(await reason(answer, this.token), answer.status);
     return answer;
+  }
+
+  unreachable() {
+    return new HubError(`${new URL(this.address).host} cannot be reached. Check the connection and try again.`, 0);
   }
 
   async json(path, given) {
@@ -73,7 +77,11 @@ export class Hub {
     request.responseType = "arraybuffer";
     request.setRequestHeader("Range", `bytes=${offset}-${offset + length - 1}`);
     if (this.token) request.setRequestHeader("Authorization", `Bearer ${this.token}`);
-    request.send();
+    try {
+      request.send();
+    } catch {
+      throw this.unreachable();
+    }
     if (request.status !== 206) throw new HubError(`${name} cannot be read`, request.status);
     this.bytes += length;
     return new Uint8Array(request.response);

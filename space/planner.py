@@ -220,7 +220,7 @@ def planned(asked: Mapping[str, Any]) -> str:
             _check_room(asked["gpu"], request.context, plan)
         return json.dumps(
             {
-                "table": fit_html(table),
+                "table": fit_html(table, scheme),
                 "html": (_OF_MIXTURE.format(scheme=scheme) if mixture else "") + plan_html(plan, identity),
                 "scheme": scheme,
                 "plan": _figures(plan, opened),

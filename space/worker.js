@@ -17,17 +17,36 @@ const MODULES = ["planner.py", "without_numpy.py"];
 const started = start();
 
 async function start() {
-  const { wheel } = await (await fetch("./build.json")).json();
+  const { wheel, bytes: total } = await (await fetch("./build.json")).json();
+  const uncounted = self.fetch;
+  self.fetch = counted(uncounted, total);
   const [python, archive, ...modules] = await Promise.all([
     loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
     bytes(`./${wheel}`),
     ...MODULES.map((name) => bytes(`./${name}`)),
   ]);
+  self.fetch = uncounted;
   python.FS.writeFile("/openquant.whl", archive);
   python.FS.mkdir("/page");
   MODULES.forEach((name, number) => python.FS.writeFile(`/page/${name}`, modules[number]));
   python.runPython("import sys; sys.path[:0] = ['/page', '/openquant.whl']; import without_numpy; from planner import *; from pathlib import Path");
   return { python, choices: JSON.parse(python.globals.get("choices")()) };
+}
+
+// A fetch that tells the page how much has arrived, Pyodide's files included.
+function counted(uncounted, total) {
+  let loaded = 0;
+  const counter = () => new TransformStream({
+    transform(part, stream) {
+      loaded += part.length;
+      postMessage({ loaded, total });
+      stream.enqueue(part);
+    },
+  });
+  return async (...request) => {
+    const answer = await uncounted(...request);
+    return answer.ok ? new Response(answer.body.pipeThrough(counter()), answer) : answer;
+  };
 }
 
 async function bytes(address) {

@@ -421,6 +421,18 @@ def python_call(output: str, revision: str | None = None) -> str:
     return call
 
 
+def commands_in(card: str) -> str:
+    """Return the commands of a card that serve its output, as lines for a shell; "" if openquant did not write it.
+
+    Args:
+        card: the text of README.md.
+    """
+    block = _BLOCK.search(_own_part(card))
+    if block is None:
+        return ""
+    return block[0].strip("`\n")
+
+
 def serve_argument(output: str, revision: str | None) -> str:
     """Return the arguments of an engine's command: "Qwen3-8B-FP8", "'./my model'", "org/name --revision refs/pr/1".
 

@@ -55,7 +55,7 @@ class Roots:
         """Find what a visitor names.
 
         Args:
-            text: an absolute path, or one that begins with "./" and is relative to the first directory.
+            text: an absolute path, or one that is relative to the first directory that has it, such as a bare name.
 
         Returns:
             The path with all links resolved.
@@ -63,9 +63,11 @@ class Roots:
         Raises:
             UsageError: it lies outside of the directories, or is missing.
         """
-        hint = f"name one below {' or '.join(map(str, self.paths))}; openquant web --root DIR allows others"
+        roots = " or ".join(map(str, self.paths))
+        hint = f"name one below {roots}, or a repository such as Qwen/Qwen3-8B; openquant web --root DIR allows others"
         try:
-            path = Path(os.path.realpath(self.paths[0] / text, strict=True))
+            root = next((root for root in self.paths if (root / text).exists()), self.paths[0])
+            path = Path(os.path.realpath(root / text, strict=True))
             is_inside = self._holds(path)
         except (OSError, ValueError):
             raise UsageError(f"{short_repr(text)} is no directory or file that can be read", hint) from None
@@ -74,21 +76,27 @@ class Roots:
             raise UsageError(f"{short_repr(text)} is outside of the directories of this page", hint)
         return path
 
+    def models(self) -> list[str]:
+        """Return the models of the directories, down to the second level, each as `find` takes it."""
+        patterns = ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors")
+        found = {file.parent for root in self.paths for pattern in patterns for file in root.glob(pattern)}
+        return sorted({path.name if path.parent in self.paths else str(path) for path in found})
+
     def _holds(self, path: Path) -> bool:
         """Whether a resolved path lies in one of the directories."""
         return any(path == root or root in path.parents for root in self.paths)
 
 
 def is_local(model: str) -> bool:
-    """Whether a visitor names a directory or file, and not a repository: a path begins with "/" or "."."""
-    return model.startswith(("/", "."))
+    """Whether a visitor names a directory or file: a path begins with "/" or ".", and a bare name has no slash."""
+    return model.startswith(("/", ".")) or "/" not in model
 
 
 def check_model(model: str, roots: Roots) -> str:
     """Check the model that a visitor names.
 
     Args:
-        model: "org/name", "org/name@revision", or a path.
+        model: "org/name", "org/name@revision", a path, or the bare name of a directory.
         roots: the directories that may be read.
 
     Returns:
@@ -97,14 +105,14 @@ def check_model(model: str, roots: Roots) -> str:
     Raises:
         UsageError: it is neither, or the path is not allowed.
     """
+    hint = "name a repository on the Hub, such as Qwen/Qwen3-8B, or a directory of the list"
+    if not model:
+        raise UsageError("no model is named", hint)
     if is_local(model):
         return str(roots.find(model))
 
     if not _REPOSITORY.fullmatch(model):
-        raise UsageError(
-            f"{short_repr(model)} is no model" if model else "no model is named",
-            "name a repository on the Hub, such as Qwen/Qwen3-8B, or a directory that begins with / or ./",
-        )
+        raise UsageError(f"{short_repr(model)} is no model", hint)
     return model
 
 
@@ -155,11 +163,13 @@ class Chosen:
             _check_name(self.push)
 
     def steps(self, roots: Roots) -> list[list[str]]:
-        """Return the commands of a run: compress, and eval if it is wanted, as words after `openquant`."""
-        compress = self.compress(roots)
-        if not self.evaluate:
-            return [compress]
-        return [compress, ["eval", OUTPUT, "--source", check_model(self.model, roots), *self._stream()]]
+        """Return the commands of a run as words after `openquant`: compress, verify of what stays here, and eval."""
+        steps = [self.compress(roots)]
+        if not self.push:
+            steps.append(["verify", OUTPUT])
+        if self.evaluate:
+            steps.append(["eval", OUTPUT, "--source", check_model(self.model, roots), *self._stream()])
+        return steps
 
     def compress(self, roots: Roots) -> list[str]:
         """Return the words of the compress command.
@@ -247,23 +257,24 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
         fit: arguments of openquant.fit_table.
 
     Returns:
-        "html": the sections; "scheme" and "shards" of the plan; and "refused", whether the command would be refused.
-        The HTML then has its error.
+        "html": the sections; "problem": the error of a command that would be refused, as HTML; "scheme" and "shards"
+        of the plan.
     """
     from ..api import check_request, find_space, plan_of
     from ..distributed import Ranks
     from ..fit.table import fit_table
     from ..result import Reporter
 
-    answer: dict[str, Any] = {"html": "", "scheme": "", "shards": 0, "refused": False}
-    table = ""
+    answer: dict[str, Any] = {"html": "", "problem": "", "scheme": "", "shards": 0}
     try:
         found = fit_table(**fit)
-        table = fit_html(found)
+        answer["html"] = fit_html(found)
 
         if compress is not None:
             chosen = dict(compress)
             chosen["scheme"] = chosen.get("scheme") or found.uncalibrated or "tensor"
+            answer["html"] = fit_html(found, chosen["scheme"])
+
             chosen["dry_run"] = True
             run = Run(**values_for(Run, chosen))
             recipe = Recipe(**values_for(Recipe, chosen))
@@ -273,12 +284,11 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
             find_space(job, wanted.texts)
 
             plan = job.plan
-            answer["html"] = plan_html(plan, str(chosen["model"]))
+            answer["html"] += plan_html(plan, str(chosen["model"]))
             answer |= {"scheme": chosen["scheme"], "shards": len(plan.layout.shards)}
     except OpenQuantError as problem:
-        answer |= {"html": problem_html(problem), "refused": True}
+        answer["problem"] = problem_html(problem)
 
-    answer["html"] += table
     return answer
 
 

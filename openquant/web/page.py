@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
+import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from ..errors import OpenQuantError, UsageError
+from ..files.cards import COMMANDS
 from ..fit.budget import read_budget
-from ..formats.hardware import SCHEME_NAMES
+from ..formats.hardware import SCHEME_NAMES, find_gpu
 from ..options import FitOptions, Option, flags_of
-from .choices import ADVANCED, Chosen, Roots, is_local, make_sections, push_words
-from .runs import DONE, RUNNING, WAITING, PageRun, Runs, result_html, run_title, status_html
+from .choices import ADVANCED, Chosen, Roots, make_sections, push_words
+from .runs import DONE, RUNNING, WAITING, Runs, result_html, run_title, status_html
 from .view import problem_html
 
-# Names that the search shows, and characters from which on it searches.
+# Names that the search shows of either kind, and characters from which on it asks the Hub.
 MOST_FOUND = 8
 FEWEST_LETTERS = 2
 # Plans that are made at one time.
 PLANS = 2
-# Bytes of a card that are shown.
-MOST_CARD = 1 << 18
-HERE = "Keep the output here"
-THERE = "Straight into a repository on the Hub (each shard is deleted here once it is there)"
+# The GPU of a form on a machine that has none.
+USUAL_GPU = "RTX 4090"
+HERE = "Here"
+THERE = "Straight into a repository"
 ONE = "One scheme"
-MIXED = "A mixture of schemes that fills a size"
+MIXED = "A mixture"
 INTRODUCTION = (
-    "<h1>openquant</h1><p>Turns a model into a smaller checkpoint that vLLM and SGLang load. "
-    "It runs on this machine. Nothing is sent to anybody but the Hub.</p>"
+    "<h1>openquant</h1><p>Turns a model into a smaller checkpoint that vLLM and SGLang load, on this machine. "
+    "Nothing is sent to anybody but the Hub.</p>"
 )
 # The choice of a scheme that the GPU decides.
 BEST = ""
@@ -40,6 +43,14 @@ BEST = ""
 # answer of an event that joins in the moment in which the stream ends; a timer that waits for one stands still.
 HIDDEN: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 SHOWN: dict[str, Any] = {**HIDDEN, "show_progress": "minimal"}
+# What the browser does at once: an error is gone with the next action, and a busy button takes no second click.
+BEGIN = "() => ['', {__type__: 'update', interactive: false}]"
+END = "() => ({__type__: 'update', interactive: true})"
+# Whoever clicks a row chooses its scheme.
+CHOOSE = """element.addEventListener("click", ({target}) => {
+  const scheme = target.closest("tr")?.querySelector("button");
+  if (scheme) trigger("select", {value: scheme.value});
+});"""
 
 
 class Page:
@@ -56,60 +67,63 @@ class Page:
         self._planning = threading.BoundedSemaphore(PLANS)
 
     def search(self, text: str) -> Any:
-        """Find repositories on the Hub whose names have a text in them."""
+        """Find models here, and repositories on the Hub, whose names have a text in them."""
         text = text.strip()
-        names = []
-        if not is_local(text) and len(text) >= FEWEST_LETTERS:
-            names = find_names(text)
-        return gr.update(choices=names, value=None, visible=bool(names))
+        names = [name for name in self.roots.models() if text.lower() in name.lower()][:MOST_FOUND]
+        if not text.startswith(("/", ".")) and len(text) >= FEWEST_LETTERS:
+            names += find_names(text)
+        return gr.update(choices=names, value=None, visible=bool(names) and text not in names)
 
-    def plan(self, *values: Any) -> str:
-        """Plan what is chosen now: the sections."""
+    def plan(self, *values: Any) -> tuple[Any, ...]:
+        """Plan what is chosen now: what is wrong with it, and the sections."""
         try:
-            sections = self._make_plan(choice_of(*values), values[GPU])
+            found = self._make_plan(choice_of(*values), values[GPU])
         except OpenQuantError as problem:
-            return problem_html(problem)
-        return str(sections["html"])
+            return problem_html(problem), gr.update(visible=False), ""
+        return found["problem"], gr.update(visible=bool(found["html"]), open=True), found["html"]
 
     def convert(self, *values: Any) -> tuple[Any, ...]:
-        """Put a run into the queue, once its plan has no error."""
+        """Put a run into the queue, once its plan has no error, and fold that."""
         try:
             choice = choice_of(*values)
             if choice.fit:
                 self._check_mixture(choice)
 
             found = self._make_plan(choice, values[GPU])
-            if found["refused"]:
-                return found["html"], gr.skip()
+            if found["problem"]:
+                return found["problem"], gr.skip(), gr.skip()
 
             if not choice.fit and not choice.scheme:
                 choice = choice_of(*values, scheme=found["scheme"])
             run = self.runs.add(choice.model, choice.steps(self.roots), found["shards"])
         except OpenQuantError as problem:
-            return problem_html(problem), gr.skip()
-        return "", run.id
+            return problem_html(problem), gr.skip(), gr.skip()
+        return "", run.id, gr.update(open=False)
 
     def refresh(self, selected: str | None, seen: Sequence[str]) -> tuple[Any, ...]:
         """Show the runs, and the selected one. Parts that are as they were are left alone."""
         runs = self.runs.newest_first()
         run = next((run for run in runs if run.id == selected), next(iter(runs), None))
-        parts: list[Any] = [
-            gr.update(choices=[(run_title(one), one.id) for one in runs], value=run and run.id, visible=run is not None)
-        ]
         if run is None:
-            parts += ["<p>No run yet.</p>", "", gr.update(visible=False), "", gr.update(visible=False), None]
+            parts = [gr.update(visible=False)] * 2 + [gr.skip()] * 10
         else:
+            is_done = run.state == DONE
             free = shutil.disk_usage(self.runs.root).free
-            parts += [
+            parts = [
+                gr.update(visible=True),
+                gr.update(visible=is_done),
+                gr.update(choices=[(run_title(one), one.id) for one in runs], value=run.id),
                 status_html(run, self.runs.place(run), free),
-                gr.update(value="\n".join(run.log), visible=True),
+                "\n".join(run.log),
                 gr.update(visible=run.state in (WAITING, RUNNING)),
-                result_html(run, read_card(run)) if run.state == DONE else "",
-                gr.update(visible=run.state == DONE and bool(run.output)),
+                problem_html(run.error) if run.error else "",
+                result_html(run) if is_done else "",
+                gr.update(visible=bool(run.output)),
+                *(gr.update(value=command, visible=bool(command)) for command in run.serving),
                 run.id,
             ]
 
-        digests = [digest(part) for part in parts]
+        digests = [str(hash(repr(part))) for part in parts]
         before = seen or [""] * len(parts)
         changes = [gr.skip() if new == old else part for part, new, old in zip(parts, digests, before, strict=True)]
         return (*changes, digests)
@@ -154,20 +168,20 @@ class Page:
             return make_sections(None if choice.fit else given, fit)
 
 
-def digest(value: Any) -> str:
-    """Return a digest of a value, by which a later one is told from it."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+def preset_gpu() -> str:
+    """Name the GPUs of this machine as the form takes them, "2xL4"; a usual one if there are none that are known."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        names = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        gpu = find_gpu("".join(names[:1]))
+        if gpu is not None:
+            return f"{len(names)}x{gpu.name}".removeprefix("1x")
+    return USUAL_GPU
 
 
-def read_card(run: PageRun) -> str:
-    """Return the model card of a run's output; "" if it has none here."""
-    if not run.output:
-        return ""
-    try:
-        with (Path(run.output) / "README.md").open("rb") as file:
-            return file.read(MOST_CARD).decode("utf-8", "replace")
-    except OSError:
-        return ""
+def choose_row(event: gr.EventData) -> tuple[str, str]:
+    """Return the kind and the scheme of a row in the table of schemes."""
+    return ONE, event.value
 
 
 def find_names(text: str) -> list[str]:
@@ -254,6 +268,7 @@ class PageLayout:
 
         self._lay_out_model()
         self._lay_out_goal()
+        self.problem = gr.HTML(elem_id="problem")
         self._lay_out_run()
         self._lay_out_result()
         self.timer = gr.Timer(1)
@@ -264,10 +279,10 @@ class PageLayout:
             gr.HTML("<h2>1. Model</h2>")
             self.model = gr.Textbox(
                 label="Model",
-                info="A repository on the Hub, such as Qwen/Qwen3-8B, or a directory that begins with / or ./",
+                info="A repository on the Hub, such as Qwen/Qwen3-8B, or a directory: its bare name, or / or ./ first",
                 elem_id="model",
             )
-            self.matches = gr.Radio([], label="Repositories on the Hub", visible=False, elem_id="matches")
+            self.matches = gr.Radio([], label="Models here and on the Hub", visible=False, elem_id="matches")
 
     def _lay_out_goal(self) -> None:
         """Make the fields that say what is to become of it."""
@@ -277,19 +292,17 @@ class PageLayout:
         with gr.Column(elem_id="goal-section"):
             gr.HTML("<h2>2. Goal</h2>")
             with gr.Row():
-                self.gpu = gr.Textbox(label="GPU", info="4090, 2xA100-80, 24GB or cpu", elem_id="gpu")
+                self.gpu = gr.Textbox(preset_gpu(), label="GPU", info="4090, 2xA100-80, 24GB or cpu", elem_id="gpu")
                 self.context = gr.Textbox(label="Context", info="Tokens, such as 8192 or 32k", elem_id="context")
-            self.kind = gr.Radio([ONE, MIXED], value=ONE, label="Schemes", elem_id="kind")
+            self.kind = gr.Radio([ONE, MIXED], value=ONE, label="Schemes (a mixture fills a size)", elem_id="kind")
             self.scheme = gr.Dropdown([best, *schemes], value=BEST, label="Scheme", elem_id="scheme")
             self.size = gr.Textbox(
                 label="Size", info="size=20GB, 5.0bits or kl=0.02; empty: the GPU above", visible=False, elem_id="size"
             )
-            self.gptq = gr.Checkbox(label="Calibrate with GPTQ", info="Loses less, and takes longer", elem_id="gptq")
-            self.evaluate = gr.Checkbox(
-                label="Measure what is lost", info="Compares the output with its source at the end", elem_id="evaluate"
-            )
+            self.gptq = gr.Checkbox(label="Calibrate with GPTQ: slower, loses less", elem_id="gptq")
+            self.evaluate = gr.Checkbox(label="Measure what is lost at the end", elem_id="evaluate")
 
-            self.where = gr.Radio([HERE, THERE], value=HERE, label="Output", elem_id="where")
+            self.where = gr.Radio([HERE, THERE], value=HERE, label="Output (straight: no copy here)", elem_id="where")
             self.output = gr.Textbox(
                 label="Directory", info="Its name; empty: by the model and the scheme", elem_id="output"
             )
@@ -301,33 +314,38 @@ class PageLayout:
             with gr.Accordion("Advanced options", open=False, elem_id="advanced"):
                 self.advanced = [option_field(name, option) for name, option in ADVANCED.items()]
             self.plan = gr.Button("Plan", elem_id="plan")
-            self.sections = gr.HTML(elem_id="plan-sections", min_height=10)
+            with gr.Accordion("The plan", visible=False) as self.planned:
+                self.sections = gr.HTML(elem_id="plan-sections", min_height=10, js_on_load=CHOOSE)
             self.convert = gr.Button("Convert", variant="primary", elem_id="convert")
-            self.problem = gr.HTML(elem_id="problem")
 
     def _lay_out_run(self) -> None:
         """Make the list of runs, and what is known of the one that is selected."""
-        with gr.Column(elem_id="run-section"):
+        with gr.Column(elem_id="run-section", visible=False) as self.run:
             gr.HTML("<h2>3. Run</h2>")
-            self.runs = gr.Radio([], label="Your runs", visible=False, elem_id="runs")
+            self.runs = gr.Radio([], label="Your runs", elem_id="runs")
             self.status = gr.HTML(elem_id="status")
-            self.stop = gr.Button("Stop", visible=False, variant="stop", elem_id="stop")
-            self.log = gr.Textbox(
-                label="Log", lines=8, max_lines=20, interactive=False, buttons=["copy"], visible=False, elem_id="log"
-            )
+            self.stop = gr.Button("Stop", variant="stop", elem_id="stop")
+            with gr.Accordion("Log", open=False):
+                self.log = gr.Textbox(
+                    show_label=False, lines=8, max_lines=20, interactive=False, buttons=["copy"], elem_id="log"
+                )
 
     def _lay_out_result(self) -> None:
-        """Make what shows a finished output, and publishes it."""
-        with gr.Column(elem_id="result-section"):
+        """Make what shows a finished output, publishes it, and says how it is served."""
+        with gr.Column(elem_id="result-section", visible=False) as self.done:
             gr.HTML("<h2>4. Result</h2>")
-            self.result = gr.HTML(elem_id="result")
-            with gr.Column(visible=False) as self.publishing:
+            with gr.Accordion("Publish on the Hub", open=False) as self.publishing:
                 self.to = gr.Textbox(
                     label="Publish in the repository", info="you/Qwen3-8B-INT4", elem_id="publish-name"
                 )
                 self.to_private = gr.Checkbox(label="Private, if it is created", elem_id="publish-private")
                 self.to_request = gr.Checkbox(label="As a pull request", elem_id="publish-request")
                 self.publish = gr.Button("Publish", elem_id="publish")
+            self.result = gr.HTML(elem_id="result")
+            self.serving = [
+                gr.Textbox(label=f"Serve with {name}", interactive=False, buttons=["copy"], elem_id=f"serve-{name}")
+                for name in COMMANDS
+            ]
 
     def form(self) -> list[Any]:
         """Return the fields of the form, in the order of its values."""
@@ -341,14 +359,25 @@ def build(page: Page) -> gr.Blocks:
     """Lay the page out, to be mounted, and connect it with what it does."""
     with gr.Blocks(title="openquant", analytics_enabled=False) as blocks:
         parts = PageLayout()
-        _connect_form(page, parts)
+        _connect_form(page, parts, blocks)
         _connect_runs(page, parts, blocks)
     return blocks
 
 
-def _connect_form(page: Page, parts: PageLayout) -> None:
+def _act(
+    trigger: Callable[..., Any], problem: gr.HTML, button: gr.Button, work: Callable[..., Any], *of: list[Any]
+) -> Any:
+    """Do what may take a while: the last problem goes at once, and a button is busy until it is done."""
+    begun = trigger(fn=None, outputs=[problem, button], js=BEGIN, **HIDDEN)
+    done = begun.then(work, *of, **SHOWN)
+    done.then(None, None, [button], js=END, **HIDDEN)
+    return done
+
+
+def _connect_form(page: Page, parts: PageLayout, blocks: gr.Blocks) -> None:
     """Search, show the fields that belong to a choice, and plan."""
-    parts.model.input(page.search, [parts.model], [parts.matches], trigger_mode="always_last", **HIDDEN)
+    looked = [parts.model.input, blocks.load]
+    gr.on(looked, page.search, [parts.model], [parts.matches], trigger_mode="always_last", **HIDDEN)
 
     parts.kind.change(
         lambda kind: (gr.update(visible=kind == ONE), gr.update(visible=kind == MIXED)),
@@ -358,12 +387,14 @@ def _connect_form(page: Page, parts: PageLayout) -> None:
     )
     parts.where.change(lambda where: gr.update(visible=where == THERE), [parts.where], [parts.repository], **HIDDEN)
 
-    plan: dict[str, Any] = {"fn": page.plan, "inputs": parts.form(), "outputs": parts.sections, **SHOWN}
-    gr.on([parts.model.submit, parts.gpu.submit, parts.context.submit, parts.plan.click], **plan)
     matched = parts.matches.select(
         lambda name: (name, gr.update(visible=False)), [parts.matches], [parts.model, parts.matches], **HIDDEN
     )
-    matched.then(**plan)
+    chosen = parts.sections.select(choose_row, None, [parts.kind, parts.scheme], **HIDDEN)
+    asked = [parts.model.submit, parts.gpu.submit, parts.context.submit, parts.plan.click]
+    planned = [parts.problem, parts.planned, parts.sections]
+    for trigger in (partial(gr.on, asked), matched.then, chosen.then):
+        _act(trigger, parts.problem, parts.plan, page.plan, parts.form(), planned)
 
 
 def _connect_runs(page: Page, parts: PageLayout, blocks: gr.Blocks) -> None:
@@ -372,17 +403,20 @@ def _connect_runs(page: Page, parts: PageLayout, blocks: gr.Blocks) -> None:
         "fn": page.refresh,
         "inputs": [parts.selected, parts.seen],
         "outputs": [
-            *(parts.runs, parts.status, parts.log, parts.stop, parts.result, parts.publishing, parts.displayed),
-            parts.seen,
+            *(parts.run, parts.done, parts.runs, parts.status, parts.log, parts.stop, parts.problem, parts.result),
+            *(parts.publishing, *parts.serving, parts.displayed, parts.seen),
         ],
         **HIDDEN,
     }
     begun = [parts.problem, parts.selected]
-    parts.convert.click(page.convert, parts.form(), begun, **SHOWN).then(**refresh)
     to_publish = [parts.displayed, parts.to, parts.to_private, parts.to_request]
-    parts.publish.click(page.publish, to_publish, begun, **HIDDEN)
-    parts.stop.click(page.stop, [parts.displayed], None, **HIDDEN).then(**refresh)
+    for button, work, inputs, outputs in (
+        (parts.convert, page.convert, parts.form(), [*begun, parts.planned]),
+        (parts.publish, page.publish, to_publish, begun),
+        (parts.stop, page.stop, [parts.displayed], []),
+    ):
+        _act(button.click, parts.problem, button, work, inputs, outputs).then(**refresh)
 
-    parts.runs.select(lambda name: name, [parts.runs], [parts.selected], **HIDDEN).then(**refresh)
+    parts.runs.select(lambda name: (name, ""), [parts.runs], begun[::-1], **HIDDEN).then(**refresh)
     parts.timer.tick(**refresh)
     blocks.load(**refresh)

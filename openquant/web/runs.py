@@ -28,6 +28,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ..errors import OpenQuantError
+from ..files.cards import COMMANDS, commands_in, published_card
 from ..report.cells import gigabytes, optional, spoken
 from .choices import OUTPUT, shown
 from .view import command_html, text_html
@@ -37,6 +39,8 @@ GRACE = 10.0
 # Lines at the end of a log that the page shows, and letters of a line.
 MOST_LINES = 200
 MOST_LETTERS = 2000
+# Bytes of a card that are shown.
+MOST_CARD = 1 << 18
 WAITING = "waiting"
 RUNNING = "running"
 DONE = "done"
@@ -53,11 +57,13 @@ class PageRun:
         steps: its commands, as words after `openquant`.
         shards: shards of the output; 0 if not known.
         step: the index of the command that runs, or ran last.
-        error: why it failed, and what to do next; else empty.
+        error: why it failed; else None.
         progress: the last line of `--progress json`; empty if there is none.
         results: what each finished command printed.
         output: where its output lies; "" if it has none here.
         report: the page of its evaluation; None if there is none.
+        card: the model card of its output; "" until it is done.
+        serving: the commands by which vLLM and SGLang serve its output; "" if one does not, or until it is done.
     """
 
     model: str
@@ -66,18 +72,20 @@ class PageRun:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     state: str = WAITING
     step: int = 0
-    error: tuple[str, str] = ("", "")
+    error: OpenQuantError | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     log: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     results: list[dict[str, Any]] = field(default_factory=list)
     output: str = ""
     report: Path | None = None
+    card: str = ""
+    serving: tuple[str, str] = ("", "")
     process: subprocess.Popen[str] | None = None
     is_told_to_stop: bool = False
 
     def fail(self, error: str, hint: str) -> None:
         """End with an error."""
-        self.error = (error, hint)
+        self.error = OpenQuantError(error, hint)
         self.state = FAILED
 
 
@@ -174,9 +182,16 @@ class Runs:
                 return
 
             run.results.append(result)
-            if run.steps[step][0] == "compress" and not result.get("repository"):
+            if run.steps[step][0] in ("compress", "push") and not result.get("repository"):
                 run.output = str(self.root / str(result["output"]))
 
+        result = run.results[0]
+        run.card = read_card(self.root / result["output"])
+        place = result.get("repository") or run.output
+        commands = commands_in(published_card(run.card, place, result.get("pushed_revision")))
+        # SGLang's is the last.
+        vllm, command, sglang = commands.partition(COMMANDS["SGLang"])
+        run.serving = (vllm.rstrip(), command + sglang)
         run.state = DONE
 
     def _run_command(self, run: PageRun) -> dict[str, Any]:
@@ -255,30 +270,27 @@ def status_html(run: PageRun, place: int, free: int) -> str:
     if run.state == RUNNING:
         parts.append(_progress_html(run, free))
 
-    error, hint = run.error
-    if error:
-        parts.append(f'<div class="oq-problem" role="alert"><p><strong>error:</strong> {text_html(error)}</p>')
-        parts.append(f"<p><strong>hint:</strong> {text_html(hint)}</p></div>")
-
     # What a command leaves to the next one is known when it is done.
     parts.append("<p>The same on a command line:</p>")
     parts += [command_html(shown(words).replace("'{output}'", "OUTPUT")) for words in run.steps]
     return "".join([*parts, "</section>"])
 
 
-def result_html(run: PageRun, card: str) -> str:
-    """Show where the output is, its evaluation and its card.
+def read_card(directory: Path) -> str:
+    """Return the model card of an output; "" if it has none."""
+    try:
+        with (directory / "README.md").open("rb") as file:
+            return file.read(MOST_CARD).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
-    Args:
-        run: a run that is done.
-        card: the text of the output's README.md; "" if it is not here.
-    """
+
+def result_html(run: PageRun) -> str:
+    """Show the evaluation and the card of an output that is done, where it is, and what `verify` says of it."""
     result = run.results[0]
     parts = ['<section class="oq">']
     if "source_bytes" in result:
         parts.append(f"<p>{gigabytes(result['source_bytes'])} before, {gigabytes(result['output_bytes'])} after.</p>")
-    if run.output:
-        parts.append(f"<p>The output is in <code>{text_html(run.output)}</code>.</p>")
 
     pushed = str(result.get("pushed_to") or "")
     if pushed.startswith(("https://", "http://")):
@@ -293,9 +305,15 @@ def result_html(run: PageRun, card: str) -> str:
             f'<p><a href="{address}" target="_blank" rel="noopener">The evaluation on a page of its own</a></p>'
         )
 
-    if card:
+    if run.output and run.card:
         parts.append("<details><summary>The model card as it will be published</summary>")
-        parts.append(f'<pre class="oq-command">{text_html(card)}</pre></details>')
+        parts.append(f'<pre class="oq-command">{text_html(run.card)}</pre></details>')
+    if run.output:
+        parts.append(f"<p>The files are in <code>{text_html(run.output)}</code>.</p>")
+
+    for words, found in zip(run.steps, run.results, strict=True):
+        if words[0] == "verify":
+            parts.append(f"<p>openquant verify: {text_html('; '.join(found['problems']) or 'no problems')}</p>")
     return "".join([*parts, "</section>"])
 
 

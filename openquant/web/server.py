@@ -27,10 +27,12 @@ HOST = "127.0.0.1"
 # Gradio would ask its own server for these.
 _SETTINGS = {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 _LOOK = """
-.gradio-container { max-width: 70rem !important; margin: 0 auto !important; }
-.gradio-container h1 { font-size: 1.6rem; margin: 0.5rem 0; }
-.gradio-container h2 { font-size: 1.3rem; margin: 1rem 0 0.3rem; }
+.gradio-container { max-width: 70rem !important; margin: 0 auto !important; overflow: clip !important; }
+.gradio-container h1 { font-size: 1.6rem; margin: 0; }
+.gradio-container h2 { font-size: 1.3rem; margin: 0; }
 #runs label { overflow-wrap: anywhere; }
+/* Errors can be seen wherever the page is scrolled to. */
+#problem:has(.oq-problem) { position: sticky; top: 0; bottom: 0; z-index: 10; background: var(--body-background-fill); }
 footer { display: none !important; }
 """
 
@@ -174,7 +176,7 @@ def _application(runs: Runs, roots: Roots, port: int) -> Any:
         mcp_server=False,
         enable_monitoring=False,
         max_file_size=0,
-        theme=theme.set(**_COLOURS),
+        theme=theme.set(layout_gap="*spacing_lg", **_COLOURS),
         css=style() + _LOOK,
     )
     return app

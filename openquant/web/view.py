@@ -14,6 +14,7 @@ from importlib import resources
 
 from ..errors import OpenQuantError
 from ..fit.table import FitTable
+from ..formats.hardware import SCHEME_NAMES
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.engines import sglang_refusal
@@ -99,11 +100,12 @@ def plan_html(plan: Plan, model: str) -> str:
     return f"{html}<details><summary>What becomes of the weights</summary>{_weights_table(plan)}</details></section>"
 
 
-def fit_html(found: FitTable) -> str:
-    """Show the table of schemes for a GPU, with the command for the best.
+def fit_html(found: FitTable, chosen: str = "") -> str:
+    """Show the table of schemes for a GPU, with the command for the best. A row's scheme is a button with its name.
 
     Args:
         found: the result of fit_table().
+        chosen: the scheme whose button is pressed.
 
     Returns:
         A `section` with headings of the third level.
@@ -111,7 +113,7 @@ def fit_html(found: FitTable) -> str:
     heads, *rows = fit_rows(found)
     parts = [
         '<section class="oq"><h3>Schemes</h3>',
-        _table(fit_caption(found), ["scheme", *heads[1:]], rows, numbers=range(1, len(heads))),
+        _table(fit_caption(found), ["scheme", *heads[1:]], rows, numbers=range(1, len(heads)), pressed=chosen),
         _advice(found),
         f"<details><summary>Notes on the table</summary>{_notes(fit_notes(found))}</details></section>",
     ]
@@ -130,14 +132,12 @@ def _advice(found: FitTable) -> str:
         return f"{reason}<p>This fits:</p>{command_html(found.instead)}"
 
     parts = [f"<p>{text_html(line)}</p>" for line in gained_lines(found)]
-    for about, command in advised(found):
-        parts.append(f"<p>{text_html(about[0].upper() + about[1:])}:</p>{command_html(command)}")
-
+    commands = [(about[0].upper() + about[1:], command) for about, command in advised(found)]
     if found.mixture is not None:
-        parts.append("<p>A mixture of schemes fills the memory, and may lose less:</p>")
-        parts.append(command_html(found.mixture))
+        commands.append(("A mixture of schemes fills the memory, and may lose less", found.mixture))
 
-    return "".join(parts)
+    folds = (f"<summary>{text_html(about)}</summary>{command_html(command)}" for about, command in commands)
+    return "".join([*parts, *(f"<details>{fold}</details>" for fold in folds)])
 
 
 def _say_quantized(plan: Plan) -> str:
@@ -163,9 +163,10 @@ def _serving_table(source: Serving, output: Serving) -> str:
     for before, after in zip(source.fits, output.fits, strict=True):
         rows.append([f"{after.gpu_gb} GB", *_fewest(before), *_fewest(after), short(after.tokens_fp8)])
     unknown = text_html(output.unknown or source.unknown or "")
-    caption = "GPUs before and after: the fewest that serve it, and the tokens of all sequences that they hold"
+    caption = "The fewest that serve it, and the tokens of all sequences that they hold"
     table = _table(caption, heads, rows, numbers=range(1, len(heads)))
-    return table + optional("<p>How many tokens fit is not known: {}</p>", unknown)
+    missing = optional("<p>How many tokens fit is not known: {}</p>", unknown)
+    return f"<details><summary>GPUs before and after</summary>{table}{missing}</details>"
 
 
 def _fewest(fit: Fit) -> tuple[str, str]:
@@ -211,28 +212,36 @@ def _join_norms(lines: Sequence[PlanLine]) -> Sequence[PlanLine]:
     return [*(line for line in lines if line not in small), together]
 
 
-def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int]) -> str:
-    """A table whose first column names the rows. The roles keep it a table where a narrow screen stacks its cells."""
+def _table(
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Sequence[int],
+    pressed: str | None = None,
+) -> str:
+    """A table whose first column names the rows, by buttons if one may be pressed. A narrow screen scrolls it."""
 
     def kind(column: int) -> str:
         return ' class="oq-number"' if column in numbers else ""
 
-    head = "".join(
-        f'<th scope="col" role="columnheader"{kind(column)}>{text_html(name)}</th>' for column, name in enumerate(heads)
-    )
+    head = "".join(f'<th scope="col"{kind(column)}>{text_html(name)}</th>' for column, name in enumerate(heads))
     body = "".join(
-        f'<tr role="row"><th scope="row" role="rowheader">{text_html(cells[0])}</th>'
-        + "".join(
-            f'<td role="cell" data-column="{text_html(heads[column])}"{kind(column)}>{text_html(cell)}</td>'
-            for column, cell in enumerate(cells[1:], 1)
-        )
+        f'<tr><th scope="row">{_row_title(cells[0], pressed)}</th>'
+        + "".join(f"<td{kind(column)}>{text_html(cell)}</td>" for column, cell in enumerate(cells[1:], 1))
         + "</tr>"
         for cells in rows
     )
     return (
-        f'<table role="table"><caption>{text_html(caption)}</caption>'
-        f'<thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table>'
+        f'<div class="oq-table" tabindex="0"><table><caption>{text_html(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _row_title(name: str, pressed: str | None) -> str:
+    """The name of a row: a button for a scheme, if one may be pressed."""
+    if pressed is None or name not in SCHEME_NAMES:
+        return text_html(name)
+    return f'<button type="button" value="{name}" aria-pressed="{str(name == pressed).lower()}">{name}</button>'
 
 
 def _notes(notes: Iterable[str]) -> str:

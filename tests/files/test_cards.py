@@ -10,6 +10,7 @@ from openquant import compress
 from openquant.files.cards import (
     base_models,
     card_facts,
+    commands_in,
     published_card,
     source_of,
     with_evaluation,
@@ -33,6 +34,8 @@ def test_a_published_card_s_own_commands_and_title_name_the_repository(tmp_path:
     served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
     assert text.count(served) == 1 and text.count("\n# out\n") == 1
     assert text.count('\nllm = LLM("out")\n') == 1
+    # Commands that somebody else wrote are not ours.
+    assert commands_in(text) == served.strip() and commands_in(f"```{served}```") == ""
     on_main = text.replace(served, served.replace(" out\n", " org/name\n")).replace("\n# out\n", "\n# name\n")
     on_main = on_main.replace('LLM("out")', 'LLM("org/name")')
     assert published_card(text, "org/name", None) == on_main

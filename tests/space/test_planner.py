@@ -97,7 +97,7 @@ def test_plans_are_those_of_the_command_line(sources, example):
 def test_the_table_is_that_of_fit(example):
     (answer,) = planned((example, {"context": "1k"}))
     expected = fit_table(example, "4090", context="1k")
-    assert answer["table"] == fit_html(expected).replace(str(example), "org/name")
+    assert answer["table"] == fit_html(expected, answer["scheme"]).replace(str(example), "org/name")
     assert answer["scheme"] == expected.uncalibrated
 
 

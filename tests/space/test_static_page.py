@@ -1,6 +1,7 @@
 """The static Space in a browser: plans, sign-in and jobs, against the Hub and the Jobs API on loopback."""
 
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -67,15 +68,25 @@ def accessible(page):
 def test_plans_problems_and_hostile_names(visit, site, example):
     """A visitor without an account, on one page."""
     visitor = visit(viewport={"width": 1280, "height": 900})
-    visitor.open()
     page, identity = visitor.page, f"org/tiny@{COMMIT}"
+    # Until the planner is there, the page says how much of it is.
+    held = []
+    page.route("**/pyodide/*.wasm", lambda route: held.append(route))
+    page.goto(site.address)
+    page.wait_for_selector("#progress:has-text('MB')")
+    assert re.fullmatch(r"Loading the planner: [0-4] of 13 MB", page.inner_text("#progress"))
+    held[0].continue_()
+    visitor.ready()
+    assert page.inner_text("#progress") == ""
     page.type("#repo", "org/ti")
     page.wait_for_selector("#repos option", state="attached")
     assert page.eval_on_selector_all("#repos option", "all => all.map(one => one.value)") == ["org/tiny"]
     visitor.plan("org/tiny", scheme="int4")
     plan = make_plan(open_checkpoint(example), SCHEMES["int4"])
     assert same(page, "#plan", plan_html(plan, identity))
-    assert same(page, "#table", fit_html(fit_table(example, "4090", context="8k")).replace(str(example), "org/tiny"))
+    assert same(
+        page, "#table", fit_html(fit_table(example, "4090", context="8k"), "int4").replace(str(example), "org/tiny")
+    )
     command = f"openquant compress -m org/tiny --revision {COMMIT} --scheme int4 --stream --push-only"
     assert page.inner_text("#command") == f"{command} --push-to-hub=tiny-INT4"
     page.wait_for_selector("#forecast:not(:empty)", state="attached")
@@ -95,6 +106,10 @@ def test_plans_problems_and_hostile_names(visit, site, example):
     assert "'--ignore=**.o_proj'" in page.inner_text("#command")
     assert "--quantize-lm-head" in page.inner_text("#command")
     page.fill("#option-ignore", "")
+    # So are the rows of the table.
+    page.locator("#table tr", has_text="int3").locator("td").last.click()
+    page.wait_for_selector("#table [aria-pressed=true][value=int3]")
+    assert "--scheme int3" in page.inner_text("#command")
     # What is wrong is said as on the command line.
     for repo, given, message in (
         ("org/unknown", {}, "BertForMaskedLM"),
@@ -117,6 +132,13 @@ def test_plans_problems_and_hostile_names(visit, site, example):
     )
     ticks += "const look = setInterval(() => { if (!document.getElementById('result').hidden) { clearInterval(t);"
     assert page.evaluate(ticks + "clearInterval(look); done(n) } }, 5) })") > 5
+    # Without the Hub the page names what it cannot reach, as soon as something is typed.
+    page.route(f"{site.hub.endpoint}/**", lambda route: route.abort())
+    page.locator("#repo").press_sequentially("x")
+    unreachable = f"{site.hub.endpoint.removeprefix('http://')} cannot be reached. Check the connection and try again."
+    page.wait_for_selector(f"#problem:has-text('{unreachable}')")
+    visitor.plan("org/hostile")
+    assert page.inner_text("#problem") == unreachable
 
 
 def test_a_job_from_sign_in_to_the_model(visit, site, example, tmp_path):

@@ -54,6 +54,15 @@ class Outside:
                 self.asked.append(connection.recv(200))
 
 
+def with_gpus(directory: Path, *names: str) -> str:
+    """A search path for programs on which a driver reports these GPUs."""
+    program = directory / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{name}'\n" for name in names))
+    program.chmod(0o755)
+    return os.pathsep.join([str(program.parent), os.environ["PATH"]])
+
+
 class Server:
     """`openquant web` in a directory of its own."""
 
@@ -65,6 +74,7 @@ class Server:
             **{"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hf"), "HF_HUB_DISABLE_XET": "1"},
             **{"http_proxy": outside.address, "https_proxy": outside.address, "no_proxy": "127.0.0.1"},
             **{"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PYTHONUNBUFFERED": "1"},
+            "PATH": with_gpus(directory, "NVIDIA L4"),
         }
         self.environment["HF_TOKEN"] = TOKEN
         self.start()
@@ -154,7 +164,7 @@ class Visitor:
     def open(self) -> None:
         self.page = self.context.new_page()
         self.page.goto(self.server.address)
-        self.page.wait_for_selector("#status p")
+        self.page.wait_for_selector("#matches label")
 
     def write(self, field: str, text: str) -> None:
         self.page.locator(f"#{field} :is(input, textarea)").first.fill(text)
@@ -162,11 +172,24 @@ class Visitor:
     def tick(self, label: str) -> None:
         self.page.get_by_label(label, exact=False).first.check()
 
-    def plan(self, model: str, found: str = "#plan-sections table") -> str:
+    def pick(self, model: str) -> str:
+        self.page.locator("#matches").get_by_text(model, exact=True).click()
+        self.page.wait_for_selector("#plan-sections table")
+        self.page.wait_for_selector("#plan:enabled")
+        return self.text("plan-sections")
+
+    def plan(self, model: str, section: str = "plan-sections", found: str = "table") -> str:
         self.write("model", model)
         self.page.locator("#plan").click()
-        self.page.wait_for_selector(found)
-        return self.text("plan-sections")
+        self.page.wait_for_selector(f"#{section} {found}")
+        return self.text(section)
+
+    def value(self, field: str) -> str:
+        return str(self.page.locator(f"#{field} :is(input, textarea)").first.input_value())
+
+    def screens(self) -> float:
+        """How many screens of 900 pixels the page is long."""
+        return float(self.page.evaluate("document.documentElement.scrollHeight / 900"))
 
     def straight_to(self, name: str) -> None:
         self.page.get_by_label("Straight into a repository", exact=False).check()
@@ -202,6 +225,8 @@ def visitor(chromium: Any, server: Server) -> Iterator[Visitor]:
         found.page.locator("#stop").click()
         found.wait("The run was stopped.")
     found.context.close()
+    for path in server.root.glob("*-INT8*"):
+        shutil.rmtree(path)
     assert {
         request.split("?")[0] for request in found.requests if not request.startswith(server.address + "/")
     } == set()
@@ -220,12 +245,12 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
     visitor.page.locator("#model :is(input, textarea)").first.press_sequentially("tiny-q")
     visitor.page.locator("#matches").get_by_text("org/tiny-qwen3").click()
     visitor.page.wait_for_selector("#plan-sections table")
-    for text in ("Qwen3ForCausalLM", "8.39 MB before, 5.25 MB after", "vLLM and SGLang", "GPUs before and after"):
+    for text in ("Qwen3ForCausalLM", "8.39 MB before, 5.27 MB after", "vLLM and SGLang", "GPUs before and after"):
         assert text in visitor.text("plan-sections")
     visitor.straight_to("user/made")
     visitor.convert("compressing")
     visitor.wait("of 8.39 MB")
-    for text in ("Shard", "Memory", "Free disk", "openquant compress -m org/tiny-qwen3 --scheme tensor --stream"):
+    for text in ("Shard", "Memory", "Free disk", "openquant compress -m org/tiny-qwen3 --scheme int8-weights --stream"):
         assert text in visitor.text("status")
     # A page that is closed and opened again finds the run.
     visitor.page.close()
@@ -234,6 +259,7 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
     hub.rate = None
     visitor.wait("The run is done.")
     assert f"Published: {hub.endpoint}/user/made/commit/" in visitor.text("result")
+    assert visitor.value("serve-vLLM") == "vllm serve user/made"
     assert "model.safetensors.index.json" in hub.files("user/made")
     assert not list(server.root.rglob("*.safetensors"))
     assert TOKEN not in visitor.page.content()
@@ -242,19 +268,35 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
 def test_an_output_that_is_kept_is_measured_and_published(
     chromium: Any, visitor: Visitor, hub: LoopbackHub, server: Server
 ) -> None:
-    visitor.write("gpu", "4090")
-    text = visitor.plan(str(EXAMPLE))
-    assert "Closest, 0.005 nats, computed in 16 bits:" in text
+    assert visitor.value("gpu") == "L4"
+    text = visitor.pick(str(EXAMPLE))
+    assert "1 L4 of" in text and "Closest, 0.005 nats, computed in 16 bits" in text
+    # A row of the table is a choice.
+    for scheme, size in (("int4", "3.73 MB"), ("int8-weights", "5.27 MB")):
+        visitor.page.get_by_role("row", name=scheme).get_by_text(size).click()
+        visitor.page.wait_for_selector(f"#plan-sections [aria-pressed=true][value={scheme}]")
+        assert visitor.value("scheme").startswith(f"{scheme}: ")
+        assert f"8.39 MB before, {size} after" in visitor.text("plan-sections")
     visitor.tick("Measure what is lost")
     visitor.convert("The run is done.")
     output = server.root / "tiny-qwen3-INT8-W8A16"
     assert open_checkpoint(output).config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert json.loads((output / "eval.json").read_text())["verdict"]
+    # The page ends with where it is, what `verify` says, and the commands that serve it.
+    assert f"The files are in {output}." in visitor.text("result")
+    assert "openquant verify: no problems" in visitor.text("result")
+    assert visitor.value("serve-SGLang") == f"python -m sglang.launch_server --model-path {output}"
+    visitor.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visitor.page.locator("#serve-vLLM button").click()
+    assert visitor.page.evaluate("navigator.clipboard.readText()") == f"vllm serve {output}"
+    places = [visitor.page.locator(f"#{one}").bounding_box()["y"] for one in ("status", "result", "serve-SGLang")]
+    assert places == sorted(places)
     report = visitor.page.frame_locator("#result iframe").locator("body")
     report.get_by_text("mean KL").first.wait_for()
     assert "Texts side by side" in report.inner_text()
     visitor.page.get_by_text("The model card as it will be published").click()
     assert "library_name: vllm" in visitor.text("result")
+    visitor.page.get_by_text("Publish on the Hub").click()
     visitor.write("publish-name", "user/kept")
     visitor.page.locator("#publish").click()
     visitor.wait("openquant push")
@@ -264,19 +306,27 @@ def test_an_output_that_is_kept_is_measured_and_published(
         "mean KL" in hub.files("user/kept")["README.md"].read_text()
         or "KL to the source" in hub.files("user/kept")["README.md"].read_text()
     )
+    # A run that fails says it in the same place, and another run is another action.
+    visitor.write("publish-name", "org/tiny-qwen3")
+    visitor.page.locator("#publish").click()
+    visitor.wait("The run failed.")
+    visitor.wait("error:", "problem")
+    visitor.page.locator("#runs label").nth(1).click()
+    visitor.wait("The run is done.")
+    assert visitor.page.locator("[role=alert]").count() == 0
     # Another choice does not replace it: it gets a name.
     visitor.tick("Calibrate with GPTQ")
-    refused = visitor.plan(str(EXAMPLE), "#plan-sections [role=alert]")
+    refused = visitor.plan(str(EXAMPLE), "problem", "[role=alert]")
     assert "holds the output of another run" in refused
     visitor.write("output", "second")
     visitor.plan(str(EXAMPLE))
-    shutil.rmtree(output)
 
 
 def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
     visitor.plan("org/tiny-qwen3")
     visitor.straight_to("user/continued")
     visitor.convert("of 8.39 MB")
+    assert not visitor.page.locator("#result-section").is_visible()
     visitor.page.locator("#stop").click()
     visitor.wait("The run was stopped.")
     assert server.commands() == []
@@ -291,7 +341,7 @@ def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub:
     server.start(server.port)
     visitor.page.close()
     visitor.open()
-    assert "No run yet." in visitor.text("status")
+    assert not visitor.page.locator("#run-section, #result-section, #plan-sections").filter(visible=True).count()
     visitor.plan("org/tiny-qwen3")
     visitor.straight_to("user/continued")
     visitor.convert("The run is done.")
@@ -299,25 +349,37 @@ def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub:
     assert not list(server.root.rglob("*.safetensors"))
 
 
-def test_a_misfit_says_what_the_command_line_says(visitor: Visitor, server: Server, tmp_path: Path) -> None:
+def test_a_misfit_says_in_red_what_the_command_line_says(visitor: Visitor, server: Server, tmp_path: Path) -> None:
     model = server.root / "misfit"
     shutil.copytree(EXAMPLE, model)
     (model / "model-00002-of-00003.safetensors").unlink()
     command = [sys.executable, "-m", "openquant", "compress", "-m", str(model), "--json", "--dry-run"]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout)
     try:
-        text = visitor.plan("./misfit", "#plan-sections [role=alert]")
+        text = visitor.plan("./misfit", "problem", "[role=alert]")
         assert f"error: {said['error']}" in text and f"hint: {said['hint']}" in text
-        # It does not become a run either.
+        shown = visitor.page.locator("[role=alert]")
+        red, green, blue = shown.evaluate("one => getComputedStyle(one).color.match(/[0-9.]+/g).slice(0, 3)")
+        assert float(red) > 5 * max(float(green), float(blue))
+        # Before any answer to the next action it is gone, and the button is busy.
         before = visitor.runs()
+        asked: list[Any] = []
+        visitor.page.route("**/run/predict", lambda route: asked.append(route))
         visitor.page.locator("#convert").click()
+        visitor.page.wait_for_selector("#convert:disabled")
+        assert shown.count() == 0
+        for route in asked:
+            route.continue_()
+        visitor.page.unroute("**/run/predict")
+        # It does not become a run either.
         visitor.wait(said["error"], "problem")
+        visitor.page.wait_for_selector("#convert:enabled")
         assert visitor.runs() == before
     finally:
         shutil.rmtree(model)
-    assert "is outside of the directories" in visitor.plan(
-        str(tmp_path), "#plan-sections [role=alert] :text('outside')"
-    )
+    assert "is outside of the directories" in visitor.plan(str(tmp_path), "problem", ":text('outside')")
+    # There is no other place.
+    assert shown.count() == visitor.page.locator("#problem [role=alert]").count() == 1
 
 
 def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
@@ -327,9 +389,11 @@ def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
     (model / "config.json").write_text(json.dumps({**config, "architectures": [HOSTILE]}))
     (model / "README.md").write_text(f"---\nlicense: mit\n---\n\n# {HOSTILE}\n")
     try:
-        assert HOSTILE in visitor.plan(f"./{model.name}", "#plan-sections section, #plan-sections [role=alert]")
+        assert HOSTILE in visitor.plan(model.name, "problem", "[role=alert]")
         (model / "config.json").write_text(json.dumps(config))
-        visitor.plan(f"./{model.name}")
+        visitor.page.close()
+        visitor.open()
+        visitor.pick(model.name)
         visitor.convert("The run is done.")
         visitor.page.get_by_text("The model card as it will be published").click()
         assert HOSTILE in visitor.text("result") and HOSTILE in visitor.text("runs")
@@ -337,8 +401,6 @@ def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
         assert visitor.page.locator("img[src=x]").count() == 0
     finally:
         shutil.rmtree(model)
-        for path in server.root.glob("*-FP8*"):
-            shutil.rmtree(path)
 
 
 def answer(server: Server, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> int:
@@ -391,23 +453,51 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
         assert answer(server, path, method) == 403, path
 
 
-@pytest.mark.skipif(AXE is None, reason="OPENQUANT_AXE names axe.min.js of npm's axe-core")
+def test_a_gpu_is_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from openquant.web.page import preset_gpu
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert preset_gpu() == "RTX 4090"
+    monkeypatch.setenv("PATH", with_gpus(tmp_path, "NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"))
+    assert preset_gpu() == "2xA100-80"
+
+
 def test_everybody_can_use_it(subtests: pytest.Subtests, chromium: Any, server: Server) -> None:
     for width, theme in [(400, "dark"), *([(1280, "light")] if everything() else [])]:
         with subtests.test(width=width, theme=theme):
-            assert AXE is not None
+            # The page as it is for its first run.
+            server.stop()
+            server.start(server.port)
             visitor = Visitor(chromium, server, color_scheme=theme, viewport={"width": width, "height": 900})
-            visitor.write("gpu", "4090")
-            visitor.plan(str(EXAMPLE))
+            visitor.pick(str(EXAMPLE))
+            long = [visitor.screens()]
+            if AXE is not None:
+                check_access(visitor, AXE)
             visitor.convert("The run is done.")
-            visitor.page.locator("#publish").wait_for()
-            visitor.page.get_by_text("Advanced options").click()
-            visitor.page.get_by_text("--max-memory").wait_for()
-            found = visitor.page.evaluate(Path(AXE).read_text() + ";axe.run(document)")
-            assert len(found["passes"]) > 20
-            serious = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"] if one["impact"] != "minor"]
-            assert serious == []
+            visitor.page.locator("#serve-SGLang").wait_for()
+            long.append(visitor.screens())
             # A phone shows all of it without scrolling sideways.
             assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
+            visitor.page.get_by_text("Advanced options").click()
+            visitor.page.get_by_text("--max-memory").wait_for()
+            visitor.page.get_by_text("Publish on the Hub").click()
+            visitor.page.locator("#publish").click()
+            # An error is on the screen wherever the button is.
+            visitor.wait("no repository is named", "problem")
+            place = visitor.page.locator("#problem [role=alert]").bounding_box()
+            assert 0 <= place["y"] <= 900 - place["height"]
+            if AXE is not None:
+                check_access(visitor, AXE)
             visitor.context.close()
             shutil.rmtree(server.root / "tiny-qwen3-INT8-W8A16")
+            assert max(long) <= 3, long
+    if AXE is None:
+        pytest.skip("OPENQUANT_AXE names axe.min.js of npm's axe-core")
+
+
+def check_access(visitor: Visitor, axe: str) -> None:
+    """Refuse serious findings of axe-core."""
+    found = visitor.page.evaluate(Path(axe).read_text() + ";axe.run(document)")
+    assert len(found["passes"]) > 20
+    serious = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"] if one["impact"] != "minor"]
+    assert serious == []

@@ -41,12 +41,12 @@ def test_runs_wait_their_turn(runs, example):
 def test_an_error_is_that_of_the_command_and_the_next_run_goes_on(runs, example, tmp_path):
     failed = runs.add("none", [["compress", "-m", str(tmp_path / "none")], ["eval", "{output}"]])
     wait(failed, FAILED)
-    assert str(tmp_path / "none") in failed.error[0] and failed.error[1] and failed.step == 0
+    assert str(tmp_path / "none") in failed.error.message and failed.error.hint and failed.step == 0
     # As on a disk without space for a process or its directory.
     runs.root.rename(tmp_path / "gone")
     unstarted = runs.add("tiny", [["compress", "-m", str(example), "--dry-run"]])
     wait(unstarted, FAILED)
-    assert unstarted.error[0].startswith("openquant cannot be started: ")
+    assert unstarted.error.message.startswith("openquant cannot be started: ")
     (tmp_path / "gone").rename(runs.root)
     wait(runs.add("tiny", [["compress", "-m", str(example), "--dry-run"]]), DONE)
 
@@ -58,7 +58,7 @@ def test_a_command_that_is_killed_fails_its_run(runs, example):
         time.sleep(0.01)
     run.process.kill()
     wait(run, FAILED)
-    assert run.error[0] == "the command ended before it was done"
+    assert run.error.message == "the command ended before it was done"
 
 
 def test_stop_and_the_end_of_the_server_end_the_command(runs, example):

@@ -70,7 +70,10 @@ def test_a_table_has_the_command_for_the_best_scheme(example):
     read = Read(fit_html(found))
     assert "1 RTX 4090 of 25.2 GB (Ada), for sequences of 2,048 tokens" in read.text
     assert found.command in read.text and found.fastest_command in read.text
-    assert "Fastest, 0.030 nats, computed in FP8:" in read.text
+    # Each scheme is a button, of which the chosen one is pressed.
+    assert fit_html(found, "int4").count('<button type="button" value=') == len(found.schemes) - 1
+    assert '<button type="button" value="int4" aria-pressed="true">int4</button>' in fit_html(found, "int4")
+    assert "Fastest, 0.030 nats, computed in FP8" in read.text
     assert ["int4", "4.13", "3.73 MB", "1", "2,048", "5k", "16 bits", "both", "0.098*"] in read.rows
     # Without a GPU there is no best scheme.
     assert "Name your GPU" in Read(fit_html(fit_table(example))).text
