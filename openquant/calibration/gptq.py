@@ -12,12 +12,15 @@ H; this order of rounding needs no inverse (Chee et al., arXiv 2307.13304, theor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..formats.format import Format
+from ..formats.kernels import Columns, Loops
 from ..formats.numbers import Number
 from ..formats.reference import nearest
 
@@ -25,11 +28,9 @@ from ..formats.reference import nearest
 # decomposition. The paper adds 1 % of the diagonal's mean, which a few very large inputs decide: on SmolLM2-135M that
 # leaves 1.4 times the KL. Shares of 0.1, 0.2 and 0.4 gave 0.137, 0.133 and 0.135.
 DAMPING, DAMPING_GROWTH = 0.2, 10.0
-# Up to this many columns, each error goes to the next columns at once. Larger ranges are halved, and the errors of the
-# first half go to the second in one matrix product.
-MIN_RANGE = 16
-# Rows of a matrix that are reversed at a time.
-PANEL = 256
+# Up to this many columns are a panel: each error goes to the next columns at once. Larger ranges are halved, and the
+# errors of the first half go to the second in one matrix product. Panels of 32 or 64 take about as long.
+PANEL = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class ErrorPropagation:
     coefficients: Tensor
 
 
-def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) -> ErrorPropagation:
+def find_error_propagation(hessian: Tensor) -> ErrorPropagation:
     """Compute act-order and error coefficients from a Hessian, with damping.
 
     Inputs that are always zero neither give nor receive errors. Damping raises each element of the diagonal by a fifth,
@@ -55,11 +56,11 @@ def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) 
 
     Args:
         hessian: X'X of the layer's inputs X [tokens, in], float32 or float64 [in, in], symmetric and finite.
-        dtype: dtype of the coefficients.
 
     Returns:
-        `order`, int64 [in], columns in the order in which they are rounded; and `coefficients` [in, in] of `dtype`,
-        upper triangular in that order: row k has what the error of column k adds to each later column.
+        `order`, int64 [in], columns in the order in which they are rounded; and `coefficients` [in, in] of
+        the Hessian's dtype, upper triangular in that order: row k has what the error of column k adds to each later
+        column.
     """
     diagonal = hessian.diagonal().double()
     nonzero = diagonal > 0
@@ -71,27 +72,26 @@ def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) 
     damping = DAMPING
     failed = torch.ones((), dtype=torch.int32, device=hessian.device)
     while int(failed):
-        root = hessian[reversed_order[:, None], reversed_order].double()
+        root = hessian.index_select(0, reversed_order).index_select(1, reversed_order)
         root.diagonal()[~nonzero[reversed_order]] = mean
         root.diagonal().mul_(1 + damping)
-        # In place: the transpose has LAPACK's memory order, so that no copy is made.
+        # In place: the transpose has LAPACK's memory order, so that no copy is made. float32 suffices: the error does
+        # not depend on the sizes of inputs, and scaled to a diagonal of ones the condition is at most 1 + in / damping.
         torch.linalg.cholesky_ex(root.mT, out=(root.mT, failed))
         damping *= DAMPING_GROWTH
 
     lower = root.mT
     lower /= lower.diagonal().clone()
-
-    # A panel at a time, since root and coefficients are in memory together.
-    size = len(hessian)
-    coefficients = torch.empty_like(hessian, dtype=dtype)
-    for low in range(0, size, PANEL):
-        high = min(low + PANEL, size)
-        coefficients[size - high : size - low] = lower[low:high].flip(0, 1)
-    return ErrorPropagation(order, coefficients)
+    return ErrorPropagation(order, lower.flip(0, 1))
 
 
 def round_columns(
-    weight: Tensor, scale: Tensor, propagation: ErrorPropagation, fmt: Format, zero_point: Tensor | None = None
+    weight: Tensor,
+    scale: Tensor,
+    propagation: ErrorPropagation,
+    fmt: Format,
+    zero_point: Tensor | None = None,
+    loops: Loops | None = None,
 ) -> Tensor:
     """Run GPTQ on a weight with given scales.
 
@@ -102,6 +102,8 @@ def round_columns(
         propagation: act-order and coefficients, as `find_error_propagation` returns them for the layer's inputs.
         fmt: the format that the weight is stored in.
         zero_point: float32, shaped as `scale`; None for symmetric formats.
+        loops: the module that rounds panels of a float32 weight on the CPU: formats.kernels (numpy) or formats.compiled
+            (numba), with equal results. If None, and on a GPU, torch does.
 
     Returns:
         float32 [out, in], q = round(w / scale + zero_point) with errors propagated. `Number.encode` makes codes of it;
@@ -115,63 +117,49 @@ def round_columns(
         """[rows / height, groups] -> [groups, rows]."""
         return values.to(weight.dtype).T.repeat_interleave(height, 1)[:, :rows].contiguous()
 
-    # Transposed, so that each column is contiguous.
-    columns = weight.T[order].contiguous()
-    rounding = _ColumnRounding(
-        columns,
-        columns.clone(),
-        propagation.coefficients,
-        fmt.number,
-        torch.div(order, fmt.group[1] or cols, rounding_mode="floor").tolist(),
-        of_rows(scale),
-        None if zero_point is None else of_rows(zero_point),
-    )
-    rounding.round_range(0, cols)
+    # Transposed, so that each column is contiguous. Ordering them first would take three times as long.
+    columns = weight.T.contiguous()[order]
+    errors = columns.clone()
+    groups = torch.div(order, fmt.group[1] or cols, rounding_mode="floor").cpu().numpy()
+    zero_points = None if zero_point is None else of_rows(zero_point)
+    tensors = Columns(columns, errors, propagation.coefficients, groups, of_rows(scale), zero_points)
 
-    quotients = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)
-    quotients.T[order] = columns.float()
-    return quotients
+    if loops is None or weight.is_cuda:
+        round_panel = partial(_round_panel, tensors, fmt.number)
+    else:
+        arrays = Columns(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
+        round_panel = partial(loops.round_panel, arrays, fmt.number)
+    _round_range(tensors, 0, cols, round_panel)
+
+    # Errors are needed no more: their memory takes the columns in the weight's order.
+    errors[order] = columns
+    return errors.T.float().contiguous()
 
 
-@dataclass(frozen=True, eq=False)
-class _ColumnRounding:
-    """The transposed columns of a weight in act-order while they are rounded.
+def _round_range(weight: Columns, low: int, high: int, round_panel: Callable[[int, int], None]) -> None:
+    """Round columns low to high, to which all earlier errors were propagated."""
+    if high - low <= PANEL:
+        round_panel(low, high)
+        return
 
-    Attributes:
-        columns: [in, out], weights plus propagated errors; once a column is rounded, its quotients.
-        errors: [in, out], rounding errors of columns that are rounded; weights of the others.
-        coefficients: see ErrorPropagation.
-        number: the numeric format of the codes.
-        groups: row of `scales` for each column.
-        scales: [groups, out].
-        zero_points: [groups, out]; None for symmetric formats.
-    """
+    middle = (low + high) // 2
+    _round_range(weight, low, middle, round_panel)
+    weight.columns[middle:high].addmm_(weight.coefficients[low:middle, middle:high].T, weight.errors[low:middle])
+    _round_range(weight, middle, high, round_panel)
 
-    columns: Tensor
-    errors: Tensor
-    coefficients: Tensor
-    number: Number
-    groups: list[int]
-    scales: Tensor
-    zero_points: Tensor | None
 
-    def round_range(self, low: int, high: int) -> None:
-        """Round columns low to high, to which all earlier errors were propagated."""
-        if high - low > MIN_RANGE:
-            middle = (low + high) // 2
-            self.round_range(low, middle)
-            self.columns[middle:high].addmm_(self.coefficients[low:middle, middle:high].T, self.errors[low:middle])
-            self.round_range(middle, high)
-            return
-        for column in range(low, high):
-            group = self.groups[column]
-            scale = self.scales[group]
-            quotients = self.columns[column] / scale
-            if self.zero_points is not None:
-                quotients += self.zero_points[group]
-            rounded = nearest(quotients.float(), self.number)
-            self.columns[column] = rounded
-            values = rounded if self.zero_points is None else rounded - self.zero_points[group]
-            self.errors[column] -= values * scale
-            if column + 1 < high:
-                self.columns[column + 1 : high].addr_(self.coefficients[column, column + 1 : high], self.errors[column])
+def _round_panel(weight: Columns, number: Number, low: int, high: int) -> None:
+    """Round columns low to high, and add the error of each to the later ones of them, as kernels.round_panel does."""
+    columns, errors, coefficients, groups, scales, zero_points = weight
+    for column in range(low, high):
+        group = groups[column]
+        quotients = columns[column] / scales[group]
+        if zero_points is not None:
+            quotients += zero_points[group]
+
+        values = nearest(quotients.float(), number)
+        columns[column] = values
+        if zero_points is not None:
+            values = values - zero_points[group]
+        errors[column] -= values * scales[group]
+        columns[column + 1 : high].addr_(coefficients[column, column + 1 : high], errors[column])

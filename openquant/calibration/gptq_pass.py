@@ -84,7 +84,7 @@ def round_layers(
         plan: says which weights are rounded, and in which schemes.
         corpus: the calibration texts, as tokens.
         store: where rounded layers are written; a layer that is there already is not rounded again.
-        loops: the module that chooses scales: formats.kernels (numpy) or formats.compiled (numba).
+        loops: the module that chooses scales and rounds: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; texts run several times
             through a layer whose Hessians take more.
         sensitivities: how much each token counts in the Hessians of Linears, by group (`hessian_groups`), float32
@@ -320,7 +320,7 @@ def _round_weight(
 
         values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)
         shift = None if zero_point is None else torch.from_numpy(zero_point).to(device)
-        quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift)
+        quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift, loops)
 
         block = fmt.number.encode(quotients.cpu().numpy())
         stored = np.empty((len(block), fmt.number.nbytes(block.shape[1])), np.uint8)

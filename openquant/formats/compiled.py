@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numba
@@ -21,7 +22,7 @@ from numba.core.caching import FunctionCache
 
 from . import kernels
 from .format import Format, Group, StoredScales, grid_of
-from .kernels import Bits, to_float32
+from .kernels import Bits, Columns, to_float32
 from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
 u8 = np.uint8
@@ -36,6 +37,9 @@ _ROUNDS = 1.5 * 2.0**23
 
 # The importance of squared errors where all count alike.
 _NONE = np.empty((0, 0), f32)
+
+# Rows that `_round_panel` takes at a time.
+_STRIP = 256
 
 # How `_scales` rounds, by dtype of the scales.
 _ROUNDINGS = {"BF16": u32(1), "F8_E4M3": u32(2)}
@@ -263,6 +267,19 @@ def best_scales(
     return chosen
 
 
+def round_panel(weight: Columns, number: Number, low: int, high: int) -> None:
+    """Round columns low to high, and add the error of each to the later ones of them.
+
+    Args:
+        weight: the columns, to which all errors of columns before `low` were propagated.
+        number: numeric format of the codes.
+        low: the first column.
+        high: the column after the last.
+    """
+    *arrays, zero_points = weight
+    _round_panel(*arrays, _NONE if zero_points is None else zero_points, low, high, *_range(number))
+
+
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
     """Round finite values to bfloat16, ties to even.
 
@@ -278,6 +295,7 @@ def _kind(dtype: str) -> tuple[bool, Any]:
     return dtype == "F16", u32({"BF16": 16}.get(dtype, 0))
 
 
+@cache
 def _range(number: Number) -> tuple[Any, ...]:
     """Return a format's smallest and largest value, its lowest binade, and what times a binade rounds to its steps."""
     normal = number.normal or 256.0
@@ -611,12 +629,18 @@ def _transpose(part: Any, transposed: Any) -> None:
 
 
 @_compile
-def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
-    """Return the squared rounding error of a quotient."""
+def _nearest(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
+    """Return the value of the code that is nearest to a quotient."""
     near = min(max(quotient, least), most)
     binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), lowest)
     beside = f32(u32(binade).view(f32) * rounds)
-    off = f32(quotient - f32(f32(near + beside) - beside))
+    return f32(f32(near + beside) - beside)
+
+
+@_compile
+def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
+    """Return the squared rounding error of a quotient."""
+    off = f32(quotient - _nearest(quotient, least, most, lowest, rounds))
     return f32(off * off)
 
 
@@ -719,3 +743,41 @@ def _take_importance(importance: Any, first: Any, count: Any, out: Any) -> None:
         row = importance[k]
         for j in range(count):
             counts[j] = row[which[j]]
+
+
+@_compile
+def _round_panel(
+    columns: Any,
+    errors: Any,
+    coefficients: Any,
+    groups: Any,
+    scales: Any,
+    zeros: Any,
+    low: Any,
+    high: Any,
+    least: Any,
+    most: Any,
+    normal: Any,
+    rounds: Any,
+) -> None:
+    lowest = f32(normal).view(u32)
+    unshifted = np.zeros(_STRIP, f32)
+
+    # A strip of rows of the weight at a time, which stays in the cache through all columns.
+    for first in range(0, columns.shape[1], _STRIP):
+        strip = slice(first, first + _STRIP)
+        for column in range(low, high):
+            line = columns[column, strip]
+            error = errors[column, strip]
+            scale = scales[groups[column], strip]
+            zero = zeros[groups[column], strip] if zeros.size else unshifted
+            for i in range(line.size):
+                value = _nearest(f32(f32(line[i] / scale[i]) + zero[i]), least, most, lowest, rounds)
+                line[i] = value
+                error[i] -= f32(f32(value - zero[i]) * scale[i])
+
+            for later in range(column + 1, high):
+                into = columns[later, strip]
+                coefficient = coefficients[column, later]
+                for i in range(into.size):
+                    into[i] += f32(coefficient * error[i])

@@ -496,6 +496,52 @@ def best_scales(
     return chosen
 
 
+class Columns(NamedTuple):
+    """The transposed columns of a weight while GPTQ rounds them one by one, in arrays or torch's tensors.
+
+    Attributes:
+        columns: float32 [in, out], weights plus propagated errors; once a column is rounded, its quotients.
+        errors: float32 [in, out], rounding errors of columns that are rounded; weights of the others.
+        coefficients: float32 [in, in], upper triangular: row k has what column k's error adds to each later column.
+        groups: int64 [in], row of `scales` for each column.
+        scales: float32 [groups, out]: weight = (code value - zero point) * scale.
+        zero_points: float32 [groups, out]; None for symmetric formats.
+    """
+
+    columns: Any
+    errors: Any
+    coefficients: Any
+    groups: npt.NDArray[np.int64]
+    scales: Any
+    zero_points: Any
+
+
+def round_panel(weight: Columns, number: Number, low: int, high: int) -> None:
+    """Round columns low to high, and add the error of each to the later ones of them.
+
+    Products are rounded before they are added, so the result is the same on every CPU.
+
+    Args:
+        weight: the columns, to which all errors of columns before `low` were propagated.
+        number: numeric format of the codes.
+        low: the first column.
+        high: the column after the last.
+    """
+    columns, errors, coefficients, groups, scales, zero_points = weight
+    for column in range(low, high):
+        group = groups[column]
+        quotients = columns[column] / scales[group]
+        if zero_points is not None:
+            quotients += zero_points[group]
+
+        values = number.nearest(quotients)
+        columns[column] = values
+        if zero_points is not None:
+            values -= zero_points[group]
+        errors[column] -= values * scales[group]
+        columns[column + 1 : high] += coefficients[column, column + 1 : high, None] * errors[column]
+
+
 def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None) -> Floats:
     """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
     # In units of the unclipped scale no square overflows or underflows.

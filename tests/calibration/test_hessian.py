@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from openquant.calibration.gptq_pass import (
 from openquant.data.corpus import Corpus, Document
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.files.shardfile import LayerStore
-from openquant.formats import kernels
+from openquant.formats import compiled, kernels
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
@@ -185,12 +186,15 @@ def test_parts_fit_in_memory_or_have_one_hessian() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
 def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, name: str) -> None:
+    """And in compiled loops as in numpy's."""
     checkpoint, plan = planned(shelf.source(name), name)
     made: list[dict[str, bytes]] = []
-    for max_bytes in (1 << 30, 300_000):
+    for max_bytes, loops in ((1 << 30, kernels), (300_000, compiled)):
         folder = LayerStore(tmp_path / str(max_bytes), "0" * 64)
         folder.claim()
-        places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
+        with patch.object(loops, "round_panel", wraps=loops.round_panel) as round_panel:
+            places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, loops, max_hessian_bytes=max_bytes)
+        assert round_panel.called
         files = {place.path.name for place in places.values()}
         assert any("-" in file for file in files) == (max_bytes < 1 << 30)
         sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.output_tensors}

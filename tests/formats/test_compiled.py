@@ -13,6 +13,7 @@ import pytest
 
 from openquant.formats import compiled, kernels
 from openquant.formats.format import grid_of
+from openquant.formats.kernels import Columns
 from openquant.formats.numbers import E2M1, E4M3, INT4
 from openquant.formats.schemes import VARIANTS
 
@@ -107,6 +108,49 @@ def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtes
                 if divisor is not None or form.global_scale is None:
                     stored = kernels.encode_scales(form, scale, divisor)
                     np.testing.assert_array_equal(compiled.encode_scales(form, scale, divisor), stored)
+
+
+def test_columns_have_the_same_errors() -> None:
+    """With zero points or none, and rows that do not fill a strip; columns before the panel are left alone."""
+    generator = np.random.default_rng(0)
+    size, rows = 16, 300
+    weights = generator.standard_normal((size, rows), np.float32)
+    coefficients = np.triu(generator.standard_normal((size, size), np.float32), 1) / np.float32(4)
+    groups = generator.integers(0, 3, size)
+    for number, shifted in itertools.product(NUMBERS, (False, True)):
+        scale = generator.uniform(0.5, 2, (3, rows)).astype(np.float32) / np.float32(number.span)
+        zero_points = generator.integers(-4, 4, scale.shape).astype(np.float32) if shifted else None
+        rounded = []
+        for loops in (kernels, compiled):
+            columns = Columns(weights.copy(), weights.copy(), coefficients, groups, scale, zero_points)
+            loops.round_panel(columns, number, 2, size)
+            rounded.append(columns)
+        np.testing.assert_array_equal(rounded[1].columns, rounded[0].columns, number.name)
+        np.testing.assert_array_equal(rounded[1].errors, rounded[0].errors, number.name)
+        assert (rounded[1].errors[2:] != weights[2:]).mean() > 0.5
+        np.testing.assert_array_equal(rounded[1].columns[:2], weights[:2])
+
+
+def test_products_of_errors_are_rounded_before_they_are_added() -> None:
+    """Sums are 0.5, which rounds to 0; with one rounding for product and sum, many would be a little more."""
+    coefficient = np.float32(7.3)
+    error = np.random.default_rng(0).uniform(-0.5, 0.5, 1000).astype(np.float32)
+    product = coefficient * error
+    weight = np.float32(0.5) - product
+    error, weight = (values[weight + product == 0.5] for values in (error, weight))
+    once = (weight.astype(np.float64) + np.float64(coefficient) * error).astype(np.float32)
+    assert (once > 0.5).mean() > 0.1
+    for loops in (kernels, compiled):
+        columns = Columns(
+            np.stack([error, weight]),
+            np.stack([error, weight]),
+            np.array([[1, coefficient], [0, 1]], np.float32),
+            np.zeros(2, np.int64),
+            np.ones((1, len(error)), np.float32),
+            None,
+        )
+        loops.round_panel(columns, INT4, 0, 2)
+        assert not columns.columns.any()
 
 
 def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
