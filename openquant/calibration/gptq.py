@@ -58,9 +58,8 @@ def find_error_propagation(hessian: Tensor) -> ErrorPropagation:
         hessian: X'X of the layer's inputs X [tokens, in], float32 or float64 [in, in], symmetric and finite.
 
     Returns:
-        `order`, int64 [in], columns in the order in which they are rounded; and `coefficients` [in, in] of
-        the Hessian's dtype, upper triangular in that order: row k has what the error of column k adds to each later
-        column.
+        `order`, int64 [in], columns in the order in which they are rounded; and `coefficients` [in, in] of the
+        Hessian's dtype, upper triangular in that order: row k has what the error of column k adds to each later column.
     """
     diagonal = hessian.diagonal().double()
     nonzero = diagonal > 0
@@ -75,8 +74,10 @@ def find_error_propagation(hessian: Tensor) -> ErrorPropagation:
         root = hessian.index_select(0, reversed_order).index_select(1, reversed_order)
         root.diagonal()[~nonzero[reversed_order]] = mean
         root.diagonal().mul_(1 + damping)
-        # In place: the transpose has LAPACK's memory order, so that no copy is made. float32 suffices: the error does
-        # not depend on the sizes of inputs, and scaled to a diagonal of ones the condition is at most 1 + in / damping.
+        # In place: the transpose has LAPACK's memory order, so that no copy is made. float32 suffices, since the error
+        # does not depend on the sizes of inputs, and scaled to a diagonal of ones the condition is at most
+        # 1 + in / damping. On SmolLM2-135M the loss is 0.9999 to 1.00002 of that with float64, in half the time or less
+        # (benchmarks/kernels.py --gptq).
         torch.linalg.cholesky_ex(root.mT, out=(root.mT, failed))
         damping *= DAMPING_GROWTH
 
@@ -124,7 +125,7 @@ def round_columns(
     zero_points = None if zero_point is None else of_rows(zero_point)
     tensors = Columns(columns, errors, propagation.coefficients, groups, of_rows(scale), zero_points)
 
-    if loops is None or weight.is_cuda:
+    if loops is None or weight.device.type != "cpu":
         round_panel = partial(_round_panel, tensors, fmt.number)
     else:
         arrays = Columns(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
