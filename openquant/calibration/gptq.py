@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..formats.format import Format
-from ..formats.kernels import Columns, Loops
+from ..formats.kernels import ColumnRounding, Loops
 from ..formats.numbers import Number
 from ..formats.reference import nearest
 
@@ -123,12 +123,12 @@ def round_columns(
     errors = columns.clone()
     groups = torch.div(order, fmt.group[1] or cols, rounding_mode="floor").cpu().numpy()
     zero_points = None if zero_point is None else of_rows(zero_point)
-    tensors = Columns(columns, errors, propagation.coefficients, groups, of_rows(scale), zero_points)
+    tensors = ColumnRounding(columns, errors, propagation.coefficients, groups, of_rows(scale), zero_points)
 
     if loops is None or weight.device.type != "cpu":
         round_panel = partial(_round_panel, tensors, fmt.number)
     else:
-        arrays = Columns(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
+        arrays = ColumnRounding(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
         round_panel = partial(loops.round_panel, arrays, fmt.number)
     _round_range(tensors, 0, cols, round_panel)
 
@@ -137,7 +137,7 @@ def round_columns(
     return errors.T.float().contiguous()
 
 
-def _round_range(weight: Columns, low: int, high: int, round_panel: Callable[[int, int], None]) -> None:
+def _round_range(weight: ColumnRounding, low: int, high: int, round_panel: Callable[[int, int], None]) -> None:
     """Round columns low to high, to which all earlier errors were propagated."""
     if high - low <= PANEL:
         round_panel(low, high)
@@ -149,7 +149,7 @@ def _round_range(weight: Columns, low: int, high: int, round_panel: Callable[[in
     _round_range(weight, middle, high, round_panel)
 
 
-def _round_panel(weight: Columns, number: Number, low: int, high: int) -> None:
+def _round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:
     """Round columns low to high, and add the error of each to the later ones of them, as kernels.round_panel does."""
     columns, errors, coefficients, groups, scales, zero_points = weight
     for column in range(low, high):

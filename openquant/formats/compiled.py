@@ -22,7 +22,7 @@ from numba.core.caching import FunctionCache
 
 from . import kernels
 from .format import Format, Group, StoredScales, grid_of
-from .kernels import Bits, Columns, to_float32
+from .kernels import Bits, ColumnRounding, to_float32
 from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
 u8 = np.uint8
@@ -267,7 +267,7 @@ def best_scales(
     return chosen
 
 
-def round_panel(weight: Columns, number: Number, low: int, high: int) -> None:
+def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:
     """Round columns low to high, and add the error of each to the later ones of them.
 
     Args:

@@ -496,7 +496,7 @@ def best_scales(
     return chosen
 
 
-class Columns(NamedTuple):
+class ColumnRounding(NamedTuple):
     """The transposed columns of a weight while GPTQ rounds them one by one, in arrays or torch's tensors.
 
     Attributes:
@@ -516,7 +516,7 @@ class Columns(NamedTuple):
     zero_points: Any
 
 
-def round_panel(weight: Columns, number: Number, low: int, high: int) -> None:
+def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:
     """Round columns low to high, and add the error of each to the later ones of them.
 
     Products are rounded before they are added, so the result is the same on every CPU.

@@ -13,7 +13,7 @@ import pytest
 
 from openquant.formats import compiled, kernels
 from openquant.formats.format import grid_of
-from openquant.formats.kernels import Columns
+from openquant.formats.kernels import ColumnRounding
 from openquant.formats.numbers import E2M1, E4M3, INT4
 from openquant.formats.schemes import VARIANTS
 
@@ -122,7 +122,7 @@ def test_columns_have_the_same_errors() -> None:
         zero_points = generator.integers(-4, 4, scale.shape).astype(np.float32) if shifted else None
         rounded = []
         for loops in (kernels, compiled):
-            columns = Columns(weights.copy(), weights.copy(), coefficients, groups, scale, zero_points)
+            columns = ColumnRounding(weights.copy(), weights.copy(), coefficients, groups, scale, zero_points)
             loops.round_panel(columns, number, 2, size)
             rounded.append(columns)
         np.testing.assert_array_equal(rounded[1].columns, rounded[0].columns, number.name)
@@ -141,7 +141,7 @@ def test_products_of_errors_are_rounded_before_they_are_added() -> None:
     once = (weight.astype(np.float64) + np.float64(coefficient) * error).astype(np.float32)
     assert (once > 0.5).mean() > 0.1
     for loops in (kernels, compiled):
-        columns = Columns(
+        columns = ColumnRounding(
             np.stack([error, weight]),
             np.stack([error, weight]),
             np.array([[1, coefficient], [0, 1]], np.float32),
