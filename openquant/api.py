@@ -18,11 +18,11 @@ from .calibration.run import read_texts, run_texts, texts_needs, texts_steps
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
-from .errors import OutputError, UsageError
+from .errors import OutputError, SourceError, UsageError
 from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import readable
 from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
-from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard, read_small
+from .files.model_files import CARD_FILE, INDEX_FILE, belonging, damaged_json, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.hardware import KEPT
 from .formats.schemes import SCHEMES, find_scheme
@@ -371,9 +371,16 @@ def _preview_push(job: Job, publisher: Publisher) -> None:
         publisher.prepare(generate_files(job)[CARD_FILE], creates=False)
 
 
+def _fetch_files(job: Job) -> None:
+    """Download the files that are copied, and refuse those that no engine could parse."""
+    job.source.fetch_files(job.plan.files)
+    for problem in damaged_json(job.source.root):
+        raise SourceError(problem, "download or copy it again")
+
+
 def _write(job: Job, space: DiskSpace, start: float, corpus: Corpus | None = None) -> Result:
     """Carry out a complete plan; `corpus` has the texts for GPTQ, if it rounds layers first."""
-    job.ranks.all_do(lambda: job.source.fetch_files(job.plan.files))
+    job.ranks.all_do(lambda: _fetch_files(job))
     outcome = carry_out(job, corpus)
     result = _result(job, space, start, outcome)
     job.reporter.on_finish(result, outcome.already_complete)

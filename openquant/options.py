@@ -1166,6 +1166,7 @@ def verb(
     """
     options = {name: (kind, option) for kind in kinds for name, option in options_of(kind).items()}
     names = [*positional, *(name for name in options if name not in (*positional, *without))]
+    lists = {name for name, (_, option) in options.items() if option.default == ()}
 
     def complete(function: Callable[..., Output]) -> Callable[..., Output]:
         own = list(inspect.signature(function).parameters.values())[len(kinds) :]
@@ -1179,6 +1180,8 @@ def verb(
                 given = signature.bind(*arguments, **values).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
+            # None is what wrappers pass for a list that they do not have.
+            given = {name: () if value is None and name in lists else value for name, value in given.items()}
             groups = [kind(**values_for(kind, given)) for kind in kinds]
             return function(*groups, **{name: given[name] for name in given if name not in names})
 

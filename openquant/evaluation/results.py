@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from ..data.corpus import Corpus
 from ..data.tokenizer import Tokenizer
 from ..distributed import Ranks
-from ..errors import UsageError
+from ..errors import SourceError, UsageError
 from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import WeightFacts
@@ -266,7 +266,7 @@ def make_evaluation(
         The eval.json of each output, the figures of the noise floor, and notes for the user.
 
     Raises:
-        SourceError: a shard cannot be read, for the digest of a model.
+        SourceError: a shard cannot be read, for the digest of a model, or hidden states overflow.
     """
     seed = measurements.settings.seed
     floor = _brief(measurements.records_of_pass(1), seed)
@@ -395,6 +395,11 @@ def _brief(records: Sequence[DocumentRecord], seed: int) -> dict[str, Any]:
 
 
 def _layer_json(layer: LayerFigures) -> dict[str, Any]:
+    if not math.isfinite(layer.distance + layer.floor):
+        raise SourceError(
+            f"hidden states after {layer.name} are too large to be compared",
+            "the model overflows on these texts, or is damaged: look at its weights with openquant diagnose",
+        )
     entry = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
     if layer.routed_otherwise is None:
         return entry

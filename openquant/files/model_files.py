@@ -282,6 +282,33 @@ MAX_POINTER = 1023
 _DAMAGED = "download or copy it again"
 
 
+# Files of JSON that engines parse before they load a model, besides config.json and the index.
+PARSED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+)
+
+
+def damaged_json(root: Path) -> list[str]:
+    """Find files of a model beside its weights that engines cannot parse: "tokenizer.json is not valid JSON: ...".
+
+    Args:
+        root: the model's directory.
+    """
+    problems = []
+    for name in PARSED:
+        if (root / name).is_file():
+            try:
+                json.loads((root / name).read_bytes())
+            except (ValueError, RecursionError) as error:
+                problems.append(f"{root / name} is not valid JSON: {error}")
+    return problems
+
+
 def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = True) -> BufferedReader:
     """Open a regular file for reading, without waiting for a pipe or a device.
 

@@ -21,7 +21,7 @@ from ..errors import PlanError, SourceError, UsageError
 from ..files.cards import find_evaluation
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.destination import WeightFacts, facts_in, read_journal
-from ..files.model_files import open_regular
+from ..files.model_files import damaged_json, open_regular
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, choose_shared_scale
@@ -289,7 +289,7 @@ class _Verification:
             where = "not in the source"
 
         problems, notes = checks.extra_files(self.checkpoint, expected, where, self.ours)
-        self.problems += [*checks.extra_weights(self.checkpoint), *problems]
+        self.problems += [*checks.extra_weights(self.checkpoint), *problems, *damaged_json(self.checkpoint.root)]
         self.notes += notes
 
         try:

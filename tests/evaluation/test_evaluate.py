@@ -193,6 +193,15 @@ def test_nan_names_the_text(converted: Mapping[str, Path], tmp_path: Path) -> No
         judge(EXAMPLE, tmp_path / "out")
 
 
+def test_a_source_whose_answers_overflow_is_not_called_the_same(tmp_path: Path) -> None:
+    source = small_checkpoints.changed_copy(
+        EXAMPLE, tmp_path / "source", lambda weights: weights["model.embed_tokens.weight"].mul_(1e30)
+    )
+    compress(source, tmp_path / "out", "channel")
+    with pytest.raises(SourceError, match=r"^hidden states after model\.layers\.0 are too large to be compared$"):
+        judge(source, tmp_path / "out")
+
+
 @pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"])
 def test_other_architectures_have_no_suspects(architecture: str, tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)

@@ -74,6 +74,8 @@ REFUSED = [
     (["org/gated"], "org/gated is gated",
      "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
     (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
+    (["https://huggingface.co/org/name"], "https://huggingface.co/org/name does not exist, and is no Hub repository id "
+     "either", "did you mean org/name?"),
 ]  # fmt: skip
 
 

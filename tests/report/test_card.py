@@ -130,7 +130,7 @@ SAID = [
       "\n- transformers loads it too, with compressed-tensors installed\n"], []),
     ("LlamaForCausalLM", {"scheme": "block"},
      [f"\n- {SGLANG} does not load it: it silently drops the scales of blocks\n- transformers loads it too\n",
-      "\nvllm serve out\n"], ["sglang.launch_server"]),
+      "\nvllm serve out\n"], ["sglang.launch_server", "to SGLang's"]),
     ("Qwen3MoeForCausalLM", {"scheme": "block", "format": "compressed-tensors"},
      ["transformers, which does not multiply experts by the scales of blocks\n", "\nvllm serve out\n"], []),
     ("Llama4ForCausalLM", {"scheme": "block"},

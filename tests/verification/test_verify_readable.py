@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import EXAMPLE, ROOT
 from openquant import compress, dequantize, verify
-from openquant.errors import OpenQuantError
+from openquant.errors import OpenQuantError, SourceError
 from support import small_checkpoints
 from support.quantized_checkpoints import (
     SOURCES,
@@ -175,3 +175,23 @@ def test_damage_by_chance(outputs: dict[str, Path], foreign: dict[str, Path], tm
         done = rng.choice(ways)(rng, root)
         refused = refusal(root, tmp_path / "plain")
         assert refused is None or problems(root), (seed, done, refused)
+
+
+def test_files_that_engines_cannot_parse(tmp_path: Path) -> None:
+    """A model whose tokenizer was copied by half is neither converted nor called sound."""
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    compress(source, tmp_path / "out")
+    for name in ("tokenizer.json", "generation_config.json"):
+        text = (EXAMPLE / name).read_bytes()
+        for root in (source, tmp_path / "out"):
+            (root / name).write_bytes(text[: len(text) // 2])
+
+        with pytest.raises(SourceError) as caught:
+            compress(source, tmp_path / "again")
+        assert caught.value.message.startswith(f"{source / name} is not valid JSON: ")
+        assert not (tmp_path / "again").exists()
+        found = [problem for problem in verify(tmp_path / "out").problems if "JSON" in problem]
+        assert len(found) == 1 and found[0].startswith(f"{tmp_path / 'out' / name} is not valid JSON: ")
+
+        for root in (source, tmp_path / "out"):
+            (root / name).write_bytes(text)
