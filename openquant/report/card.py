@@ -22,6 +22,7 @@ from ..evaluation import types
 from ..files import cards
 from ..formats.hardware import AMD, GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
+from ..options import CalibrationTexts
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.completeness import NOT_CHECKED
@@ -32,6 +33,7 @@ from ..plan.serving import FEWEST_TOKENS, Fit, Serving
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, SGLANG, __version__
+from ..weights.statistics import Calibration
 from .cells import (
     count_of,
     fill_template,
@@ -584,7 +586,25 @@ def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     recipe = plan.provenance.recipe
     if not recipe:
         return None
-    return f"openquant compress -m {source} {recipe_command(recipe['options'])}"
+
+    options = recipe["options"]
+    calibration = plan.options.calibration
+    if calibration is not None and "calibrate" in options:
+        options = options | {name: value for name, value in _texts_options(calibration).items() if name not in options}
+    return f"openquant compress -m {source} {recipe_command(options)}"
+
+
+def _texts_options(calibration: Calibration) -> dict[str, Any]:
+    """Return the options of the texts that a calibration file was made with, other than the defaults."""
+    texts = calibration.texts
+    found = {
+        "text": texts.get("files"),
+        "dataset": texts.get("dataset"),
+        "samples": texts.get("documents"),
+        "length": texts.get("length"),
+    }
+    defaults = vars(CalibrationTexts())
+    return {name: value for name, value in found.items() if value and value != defaults[name]}
 
 
 # Markers of quotes and list items before a heading.

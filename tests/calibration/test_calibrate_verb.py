@@ -76,6 +76,16 @@ def test_the_command_writes_a_file(
     assert sum(len(each.tensors) for each in found.inputs) == 28
 
 
+def test_a_card_names_the_texts_of_a_calibration_file(calibration: Path, tmp_path: Path) -> None:
+    """The command that it prints calibrates on them again."""
+    compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--scheme int8 --smooth 0.5 --calibrate --samples 2 --length 64\n" in card
+    compress(EXAMPLE, tmp_path / "again", "int8", smooth=0.5, calibrate=True, **SMALL)
+    names = [path.name for path in (tmp_path / "out").glob("*.safetensors")]
+    assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in names)
+
+
 def scales(root: Path) -> dict[str, float]:
     """Of activations, by module."""
     held = {name: tensor for name, tensor in small_checkpoints.read(root).items() if name.endswith(".input_scale")}
