@@ -403,12 +403,18 @@ class Hessian:
         return 4 * self.width**2 + sum(info.nbytes for info in self.output_tensors)
 
     def add(self, inputs: Tensor, document: int = 0) -> None:
-        """Add inputs [..., in] of any float dtype, of all tokens of a document or of some, if it is accumulating."""
+        """Add inputs [..., in] of any float dtype, if it is accumulating.
+
+        With a sensitivity they are those of all tokens of a document, in order, with equally many rows for each.
+        """
         tokens = inputs.reshape(-1, self.width).float()
         if not self.accumulating or not len(tokens):
             return
         if self.sensitivity is not None:
-            tokens = tokens * self.sensitivity[document, :, None].sqrt().to(tokens.device)
+            weights = self.sensitivity[document].to(tokens.device)
+            # A Linear of several groups, as in DeepSeek-V4, has a row for each group.
+            weights = weights.repeat_interleave(len(tokens) // len(weights))
+            tokens = tokens * weights[:, None].sqrt()
         if self.upper is None:
             self.upper = torch.zeros(self.width, self.width, device=tokens.device)
         self.tokens += len(tokens)

@@ -36,7 +36,7 @@ from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.decisions import PlanOptions, rounded_bytes
+from ..plan.decisions import PlanOptions, rounded_bytes, rounded_tensors
 from ..plan.plan import Plan
 from ..recipes import Request, gptq_texts
 from ..result import Place, Preview, Reporter, default_reporter
@@ -360,8 +360,10 @@ def _find_sensitivities(job: Job, corpus: Corpus) -> dict[str, Tensor]:
     digest = _digest(job)
     store = rounded_layer_store(job.target, digest)
     ranks.first_does(store.claim)
+    if ranks.first_does(lambda: _has_all(store, job.plan)):
+        return {}
     # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
-    pass_checkpoint = PassCheckpoint(store.sensitivities(ranks.rank), {"run": digest, "ranks": str(ranks.size)})
+    pass_checkpoint = PassCheckpoint(store.sensitivities(ranks.rank, ranks.size), {"run": digest})
     job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
 
     free = memory_left(job.run.max_memory, sensitivity_steps(job.checkpoint, corpus.length), refuse=False)
@@ -378,6 +380,12 @@ def _find_sensitivities(job: Job, corpus: Corpus) -> dict[str, Tensor]:
             progress=checked_progress(ranks, job.reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
+
+
+def _has_all(store: LayerStore, plan: Plan) -> bool:
+    """Whether an earlier run has rounded all layers."""
+    places = store.places()
+    return all(info.name in places for pair in plan.gptq_rounded for info in rounded_tensors(*pair))
 
 
 def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor]) -> dict[str, TensorPlace]:

@@ -75,6 +75,8 @@ def find_sensitivities(
         OutputError: the checkpoint cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts, or cannot be differentiated.
     """
+    if not groups:
+        return {}
     ranks = ranks or Ranks()
     recorder = _GradientRecorder(groups, len(corpus.documents), corpus.length)
     done = 0
@@ -97,13 +99,16 @@ def find_sensitivities(
             if progress is not None:
                 progress(done * corpus.length, len(documents) * corpus.length)
             if pass_checkpoint is not None:
-                pass_checkpoint.write("", [], lambda _: None)
+                pass_checkpoint.write_measured(is_last=done == len(documents))
 
     # Documents of other ranks are zeros here.
     if ranks.size > 1:
         for data in ranks.gather(bytes(dump(recorder.squares))):
             for group, squares in load(data).items():
                 recorder.squares[group] += squares
+    for group, squares in recorder.squares.items():
+        if not torch.isfinite(squares).all():
+            raise OpenQuantError(f"gradients at the outputs of {group} are not finite", "leave --tune out")
     weights = {group: squares**EXPONENT for group, squares in recorder.squares.items() if squares.any()}
     return {group: weight / weight.mean() for group, weight in weights.items()}
 
@@ -175,7 +180,8 @@ def _run_back_and_forth(
     def body(number: int) -> None:
         ids = torch.tensor(corpus.documents[number].ids, device=model.device)
         logits = model.logits(ids)
-        torch.autograd.backward(logits, draw_gradient(logits, number))
+        with _explain_errors(model):
+            torch.autograd.backward(logits, draw_gradient(logits, number))
 
     head = transformers_internals.output_head(model.model)
     if head is None:
@@ -244,15 +250,22 @@ class _ComputedAgain:
         self.is_forward = False
         self.model.load(REST)
         try:
-            torch.autograd.backward(ends, gradients)
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
-            raise OpenQuantError(
-                f"{type(self.model.model).__name__} cannot be differentiated: {str(error).strip()[:300]}",
-                "leave --tune out",
-            ) from error
+            with _explain_errors(self.model):
+                torch.autograd.backward(ends, gradients)
         finally:
             self._free()
             self.model.free(REST)
+
+
+@contextmanager
+def _explain_errors(model: StreamedModel) -> Iterator[None]:
+    """Name the model whose gradients cannot be computed."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
+        raise OpenQuantError(
+            f"{type(model.model).__name__} cannot be differentiated: {str(error).strip()[:300]}", "leave --tune out"
+        ) from error
 
 
 def draw_gradient(logits: Tensor, seed: int) -> Tensor:

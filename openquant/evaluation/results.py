@@ -331,7 +331,7 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping
         "weights_only": _brief(weights_only, seed),
         "weight_error": statistics.median(errors) if errors else 0.0,
         "kv_cache": "fp8" if output.served.fp8_cache else "auto",
-        "layers": [_layer_json(layer) for layer in layers],
+        "layers": [_layer_json(layer, output.subject.name) for layer in layers],
         "verdict": verdict,
         "reasons": _reasons(figures, floor, suspects),
         "suspects": list(dict.fromkeys(suspect.layer for suspect in suspects)),
@@ -394,11 +394,11 @@ def _brief(records: Sequence[DocumentRecord], seed: int) -> dict[str, Any]:
     }
 
 
-def _layer_json(layer: LayerFigures) -> dict[str, Any]:
+def _layer_json(layer: LayerFigures, output: str) -> dict[str, Any]:
     if not math.isfinite(layer.distance + layer.floor):
         raise SourceError(
-            f"hidden states after {layer.name} are too large to be compared",
-            "the model overflows on these texts, or is damaged: look at its weights with openquant diagnose",
+            f"hidden states of {output} after {layer.name}, or those of its source, are too large to be compared",
+            "one of them overflows on these texts, or is damaged: openquant verify or diagnose may say where",
         )
     entry = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
     if layer.routed_otherwise is None:

@@ -288,7 +288,6 @@ PARSED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "generation_config.json",
 )
 
@@ -303,7 +302,9 @@ def damaged_json(root: Path) -> list[str]:
     for name in PARSED:
         if (root / name).is_file():
             try:
-                json.loads((root / name).read_bytes())
+                json.loads((root / name).read_bytes().decode())
+            except OSError as error:
+                problems.append(f"{root / name} cannot be read: {error.strerror}")
             except (ValueError, RecursionError) as error:
                 problems.append(f"{root / name} is not valid JSON: {error}")
     return problems

@@ -260,7 +260,7 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 _KIND = "openquant rounded"
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(
-    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.tokens\d+)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
+    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.tokens\d+-of-\d+)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
 )
 
 
@@ -292,9 +292,9 @@ class LayerStore:
         """Path of the pass checkpoint, from which an interrupted pass continues."""
         return self.path / f"{self.run_digest[:16]}.passes"
 
-    def sensitivities(self, rank: int) -> Path:
-        """Return the path of the file with what a rank has found of how much each token counts."""
-        return self.pass_checkpoint.with_name(f"{self.pass_checkpoint.name}.tokens{rank}")
+    def sensitivities(self, rank: int, ranks: int) -> Path:
+        """Return the path of the file with what one of several ranks has found of how much each token counts."""
+        return self.pass_checkpoint.with_name(f"{self.pass_checkpoint.name}.tokens{rank}-of-{ranks}")
 
     @property
     def nbytes(self) -> int:

@@ -216,7 +216,7 @@ def _missing(error: Exception, repo: str, revision: str | None) -> SourceError |
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, HFValidationError):
-        address = re.search(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", repo)
+        address = re.search(r"(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/|api/)([\w.-]+/[\w.-]+)", repo)
         hint = f"did you mean {address[1]}?" if address else "check the path"
         return NotFound(f"{repo} does not exist, and is no Hub repository id either", hint)
 

@@ -589,7 +589,8 @@ def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
 
     options = recipe["options"]
     calibration = plan.options.calibration
-    if calibration is not None and "calibrate" in options:
+    # GPTQ has read texts of its own.
+    if calibration is not None and "calibrate" in options and "gptq" not in options:
         options = options | {name: value for name, value in _texts_options(calibration).items() if name not in options}
     return f"openquant compress -m {source} {recipe_command(options)}"
 
@@ -598,8 +599,7 @@ def _texts_options(calibration: Calibration) -> dict[str, Any]:
     """Return the options of the texts that a calibration file was made with, other than the defaults."""
     texts = calibration.texts
     found = {
-        "text": texts.get("files"),
-        "dataset": texts.get("dataset"),
+        "text": [posixpath.basename(name) for name in texts.get("files", ())],
         "samples": texts.get("documents"),
         "length": texts.get("length"),
     }

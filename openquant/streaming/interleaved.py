@@ -62,8 +62,7 @@ class ForwardPass(Generic[T]):
 
     Attributes:
         model: the model it runs.
-        body: calls `model.model` and returns the pass's result, such as logits. It runs in its own greenlet, in
-            inference mode.
+        body: calls `model.model` and returns the pass's result, such as logits. It runs in its own greenlet.
         around: makes a context manager, entered whenever one of the model's units is computed for this pass.
     """
 

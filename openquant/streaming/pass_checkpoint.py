@@ -218,8 +218,19 @@ class PassCheckpoint:
 
     def is_due(self, unit: str) -> bool:
         """Whether passes should be saved now that a unit is computed: they can be, and the last save is long ago."""
-        elapsed = time.monotonic() - self._last_write
-        return self._supported and unit in self._outputs and elapsed >= max(EVERY, TIMES * self._write_seconds)
+        return self._supported and unit in self._outputs and self._is_long_ago()
+
+    def _is_long_ago(self) -> bool:
+        return time.monotonic() - self._last_write >= max(EVERY, TIMES * self._write_seconds)
+
+    def write_measured(self, is_last: bool) -> None:
+        """Save what `extra` returns alone, between passes, if the last save is long ago or no pass follows.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        if is_last or self._is_long_ago():
+            self.write("", [], lambda _: None)
 
     def write(self, unit: str, batches: Sequence[Sequence[Any]], in_memory: Callable[[int], Any]) -> None:
         """Save passes that wait for a unit. Nothing is written if an argument cannot be saved.

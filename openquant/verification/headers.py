@@ -290,6 +290,7 @@ _WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore 
 _REMOVE = "remove the file that does not belong to the model"
 _HINTS = {
     "as the source has it": _LOOK_AT_SOURCE,
+    " is not valid JSON: ": _LOOK_AT_SOURCE,
     " in the source's ": _LOOK_AT_SOURCE,
     "the shards lack ": _LOOK_AT_SOURCE,
     "does not fit the tensors": _LOOK_AT_SOURCE,

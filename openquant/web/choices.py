@@ -80,6 +80,7 @@ class Roots:
         """Return the models of the directories, down to the second level, each as `find` takes it."""
         patterns = ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors")
         found = {file.parent for root in self.paths for pattern in patterns for file in root.glob(pattern)}
+        found = {path for path in found if self._holds(Path(os.path.realpath(path))) and path.name[:1] != "."}
         return sorted({path.name if path.parent in self.paths else str(path) for path in found})
 
     def _holds(self, path: Path) -> bool:

@@ -175,7 +175,9 @@ def preset_gpu() -> str:
         names = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
         gpu = find_gpu("".join(names[:1]))
         if gpu is not None:
-            return f"{len(names)}x{gpu.name}".removeprefix("1x")
+            # Of those of one kind a power of two, by which models can be divided.
+            count = min(8, 1 << (names.count(names[0]).bit_length() - 1))
+            return f"{count}x{gpu.name}".removeprefix("1x")
     return USUAL_GPU
 
 

@@ -248,7 +248,7 @@ def environment() -> dict[str, str]:
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # The working directory, which holds files of others, is no place to import from.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "NO_COLOR": "1"}
 
 
 def run_title(run: PageRun) -> str:
@@ -269,6 +269,9 @@ def status_html(run: PageRun, place: int, free: int) -> str:
     parts = ['<section class="oq">', f'<p role="status"><strong>{text_html(_state(run, place))}</strong></p>']
     if run.state == RUNNING:
         parts.append(_progress_html(run, free))
+    # Above the page it is gone with the next action.
+    if run.error is not None:
+        parts.append(f"<p>{text_html(run.error.message)}</p>")
 
     # What a command leaves to the next one is known when it is done.
     parts.append("<p>The same on a command line:</p>")

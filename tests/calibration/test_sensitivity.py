@@ -26,6 +26,7 @@ from openquant.formats.schemes import SCHEMES
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.streaming import model as streamed
+from openquant.streaming import pass_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints, starting
 from support.conversions import Shelf
@@ -131,6 +132,15 @@ def test_a_hessian_weighs_its_tokens() -> None:
     torch.testing.assert_close(hessian.pop_matrix(), rows.T @ (sensitivity.reshape(10, 1) * rows))
 
 
+def test_a_hessian_of_several_rows_a_token_weighs_them_alike() -> None:
+    """As of the grouped output projection of DeepSeek-V4."""
+    inputs = torch.randn(1, 3, 2, 8, generator=torch.Generator().manual_seed(0))
+    hessian = Hessian(8, sensitivity=torch.tensor([[1.0, 0.0, 2.0]]), accumulating=True)
+    hessian.add(inputs)
+    first, last = inputs[0, 0], inputs[0, 2]
+    torch.testing.assert_close(hessian.pop_matrix(), first.T @ first + 2 * last.T @ last)
+
+
 def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(shelf.source("Qwen3MoeForCausalLM"))
     plan = make_plan(checkpoint, SCHEMES["channel"], PlanOptions(ignore=("**.experts.**",), gptq=CORPUS.account))
@@ -181,6 +191,8 @@ class Stopped(Exception):
 def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """It stops while tokens are weighed, one document at a time, or while layers are rounded."""
     monkeypatch.setattr("openquant.calibration.run.BUDGET", 0)
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
 
     def stop(done: int, total: int) -> None:
         del done, total
@@ -198,6 +210,23 @@ def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.M
     assert going_on.notes[0].endswith("; an earlier run is continued")
     # The second document was not kept yet.
     assert going_on.steps[0] == ((128, 256) if steps == 2 else stopped.steps[4])
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_whose_layers_are_rounded_weighs_nothing(made: Path, tmp_path: Path) -> None:
+    class Converting(Told):
+        def on_start(self, total: int, done: int) -> None:
+            del total, done
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, tmp_path / "out", "int4", reporter=Converting(), **SMALL)
+    for path in (tmp_path / "out.rounded").glob("*.tokens*"):
+        path.unlink()
+    going_on = Told()
+    compress(EXAMPLE, tmp_path / "out", "int4", reporter=going_on, **SMALL)
+    assert not [note for note in going_on.notes if note.startswith("weighing")]
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
