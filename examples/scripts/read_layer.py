@@ -1,4 +1,4 @@
-"""Print each quantized layer of an output with its scheme and its size.   python read_layer.py OUTPUT"""
+"""Print the scheme of each quantized layer of an output.   python read_layer.py OUTPUT"""
 
 import sys
 

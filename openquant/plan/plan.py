@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Provenance
+from ..files.model_files import is_adapter
 from ..files.shardfile import TensorPlace
 from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
 from ..formats.hardware import UNCHANGED
@@ -388,8 +389,11 @@ def _add_cache_scales(
 def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleRules) -> tuple[str, ...]:
     """Notes on what the source lacks, what does not fit in it, and what of it is left out."""
     tensors = decoded.tensors.values()
+    adapters = [name for name in checkpoint.left_out if is_adapter(name)]
+    unmerged = [f"{adapters[0]}: the adapter beside the model is not merged into it"] if adapters else []
     return (
         *source_notes(checkpoint, entry.model),
+        *unmerged,
         *completeness_notes(entry, tensors, decoded.config, text_config(decoded, entry.model)),
         *token_misfits(checkpoint.root, entry, tensors),
     )

@@ -36,6 +36,7 @@ from ..version import CITED, SGLANG, __version__
 from ..weights.statistics import Calibration
 from .cells import (
     count_of,
+    dataset_value,
     fill_template,
     gigabytes,
     list_first,
@@ -202,6 +203,7 @@ def _fill(name: str, **values: Any) -> str:
     filters = {
         "markdown": markdown,
         "literal": _literal,
+        "dataset_value": dataset_value,
         "shell_word": cards.shell_word,
         "size": gigabytes,
         "percent": percent,

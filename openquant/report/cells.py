@@ -437,6 +437,12 @@ def texts_origin(text: Mapping[str, Any]) -> str:
     return ", ".join(names)
 
 
+def dataset_value(dataset: str) -> str:
+    """Return the value of --dataset for the name of one: "org/name:test", which has no subset, is "org/name::test"."""
+    name, colon, rest = dataset.partition(":")
+    return f"{name}::{rest}" if colon and ":" not in rest else dataset
+
+
 def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Make a table of an output's figures on tasks.
 

@@ -76,10 +76,14 @@ def vocabulary_of(checkpoint: Checkpoint) -> int | None:
 def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     """Return the bytes of bfloat16 hidden states and embeddings of so many tokens; 0 if config.json has no size.
 
-    Embeddings count, because some models use them again in later layers.
+    Embeddings count, because some models use them again in later layers. Some have several residual streams (DeepSeek
+    V4, Gemma 3n).
     """
-    sizes = (config.get("hidden_size") for config in config_levels(checkpoint.config))
-    return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * 2
+    levels = config_levels(checkpoint.config)
+    sizes = (config.get("hidden_size") for config in levels)
+    counts = (config.get(key) for config in levels for key in ("hc_mult", "altup_num_inputs"))
+    streams = next((count for count in counts if isinstance(count, int)), 1)
+    return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * (1 + streams)
 
 
 def checked_progress(ranks: Ranks, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:

@@ -62,12 +62,13 @@ def test_an_adapter_that_config_json_names_goes_along(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", shards=2)
     folders = ("vision-lora/", "lora/speech/", "other-lora/", "")
     put(source, *(f"{folder}{name}" for folder in folders for name in ADAPTER), "vision-lora/optimizer.pt")
-    compress(source, tmp_path / "none")
+    unmerged = "adapter_config.json: the adapter beside the model is not merged into it"
+    assert unmerged in compress(source, tmp_path / "none").notes
     assert not any("adapter" in name for name in tree(tmp_path / "none"))
 
     adapters = {"vision_lora": {"r": 256}, "adapters": [{"path": "./lora/speech"}], "has_lora_adapter": True}
     change_json(source / "config.json", lambda config: config.update(adapters))
-    compress(source, tmp_path / "out", "channel")
+    assert unmerged not in compress(source, tmp_path / "out", "channel").notes
     expected = {f"{folder}{name}" for folder in ("vision-lora/", "lora/speech/", "") for name in ADAPTER}
     assert {name for name in tree(tmp_path / "out") if "lora" in name or "adapter" in name} == expected
     assert open_checkpoint(source).left_out == ("other-lora/", "vision-lora/optimizer.pt")

@@ -1236,6 +1236,7 @@ def test_weights_that_not_all_engines_compute_with_are_noted(tmp_path: Path) -> 
         "transformers loads it in place of the shards",
         f"mtp.safetensors (13 tensors, {size:,} bytes) is left out: model.safetensors.index.json does not name it, so "
         "engines do not load it",
+        "adapter_model.safetensors: the adapter beside the model is not merged into it",
     )
 
     tied = small_checkpoints.write(tmp_path / "b")

@@ -25,6 +25,7 @@ from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import ModuleRules
 from openquant.report.card import engines_that_read, evaluated_card, model_card, source_section
+from openquant.report.cells import dataset_value
 from openquant.report.text import evaluation_text
 from openquant.version import SGLANG
 from support import small_checkpoints
@@ -571,3 +572,13 @@ def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
     note = "> Note: the source lacks model.layers.1.input&#95;layernorm\n"
     for name in ("out", "copied", "plain"):
         assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
+
+
+def test_a_dataset_is_named_as_the_option_takes_it() -> None:
+    """An evaluation names one without a subset by its split alone."""
+    for name, value in (
+        ("org/name:test", "org/name::test"),
+        ("org/name:sub:test", "org/name:sub:test"),
+        ("name", "name"),
+    ):
+        assert dataset_value(name) == value
