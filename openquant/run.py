@@ -267,6 +267,7 @@ class _Writer:
             if (job.target / name).is_file():
                 earlier = check_written(job.target / name, layout.lay_out(name))
                 findings.not_finite.update(earlier.not_finite)
+                findings.zero_layers.update(earlier.zero_layers)
                 findings.lost_layers.update(earlier.lost_layers)
             else:
                 unread_shards += 1

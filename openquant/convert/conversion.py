@@ -12,6 +12,7 @@ Codes are computed with numpy or numba on the CPU, or with torch on another devi
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ from ..files.shardfile import ALIGNMENT, DTYPE_BITS, AlignedBuffer, Bytes, Shard
 from ..formats import kernels
 from ..formats.format import INPUT_SCALE, Format, Group, grid_of
 from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
-from ..formats.numbers import Codes, Floats, NonFinite, can_be_non_finite, count_non_finite
+from ..formats.numbers import Codes, Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
 from ..machine import first_line
 from ..plan.layout import (
@@ -72,6 +73,13 @@ KERNEL_MEMORY = 24 << 20
 COMPILED_MEMORY = 176 << 20
 # Number of weights from which on the compiled loops save more time than loading and compiling them takes.
 LARGE = 2 << 30
+
+# How names of tensors end whose elements are weights, so that some are not zero: of those that stay as they are, and of
+# those that GPTQ has rounded.
+WEIGHTS = (".weight", "_proj")
+CODES = (".weight", ".weight_packed")
+# Bytes that tell nearly always that others than the first occur.
+PROBED = 1 << 12
 
 # Copies of at least this many bytes are the first writes of a shard, so that other workers are busy meanwhile.
 LONG = 128 << 20
@@ -123,14 +131,50 @@ class WeightFindings:
     Attributes:
         not_finite: by tensor name in the output, the numbers of NaN and of infinite elements in unquantized tensors,
             which are written all the same; tensors without any are left out.
-        zero_layers: modules that were quantized and whose weights are all zero. Those whose codes were only copied are
-            not looked at.
+        zero_layers: modules whose weights are all zero, quantized or not. Those whose codes are the source's are not
+            looked at.
         lost_layers: modules of which far more weights than usual became zero as they were quantized.
+        zero_bytes: by tensor name, the bytes found in pieces that stand for nothing but zeros.
+        lock: is held to add to these; several threads do.
     """
 
     not_finite: dict[str, NonFinite] = field(default_factory=dict)
     zero_layers: set[str] = field(default_factory=set)
     lost_layers: set[str] = field(default_factory=set)
+    zero_bytes: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def look_at(self, tensor: TensorInfo, data: Bytes) -> None:
+        """Look for NaN and infinities, and for nothing but zeros, in a piece of a tensor that stays as it is.
+
+        Args:
+            tensor: its name in the output, dtype and shape.
+            data: bytes of whole elements.
+        """
+        name = tensor.name
+        if count := count_non_finite(data, tensor.dtype):
+            with self.lock:
+                self.not_finite[name] = self.not_finite.get(name, NonFinite()) + count
+
+        if name.endswith(WEIGHTS) and data.size and data[0] == 0 and _is_uniform(data):
+            self._add_zeros(tensor, data.nbytes)
+
+    def look_at_codes(self, tensor: TensorInfo, data: Bytes) -> None:
+        """Look for one and the same code in a piece of a layer that GPTQ has rounded, as a layer of zeros has."""
+        if tensor.name.endswith(CODES) and _is_uniform(data):
+            self._add_zeros(tensor, data.nbytes)
+
+    def _add_zeros(self, tensor: TensorInfo, nbytes: int) -> None:
+        """Count bytes that stand for zeros; a layer that has no others is one of zeros."""
+        with self.lock:
+            self.zero_bytes[tensor.name] += nbytes
+            if self.zero_bytes[tensor.name] == tensor.nbytes:
+                self.zero_layers.add(tensor.name.removesuffix("_packed").removesuffix(".weight"))
+
+
+def _is_uniform(data: Bytes) -> bool:
+    """Return whether all bytes are equal."""
+    return bool((data[:PROBED] == data[0]).all() and (data == data[0]).all())
 
 
 class ShardTransfer(Protocol):
@@ -212,26 +256,25 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
 
     with SourceFile(path, layout.name) as file:
         for write in layout.writes:
+            look_at = findings.look_at
             match write:
                 case CopyTensor():
-                    name = write.tensor.name
-                    nbytes = write.tensor.nbytes
-                    dtype = write.tensor.dtype
+                    tensor = write.tensor
+                case CopyRounded():
+                    tensor = write.tensor
+                    look_at = findings.look_at_codes
                 case Unstack() | TransformWeight():
-                    name = _name(write.weight)
-                    nbytes = write.weight.nbytes
-                    dtype = write.weight.source.dtype
+                    tensor = _tensor(write.weight)
                 case Encode():
                     findings.lost_layers.update(_lost_layers(file, write))
                     continue
                 case _:
                     continue
 
-            for low in range(0, nbytes if can_be_non_finite(dtype) else 0, BUFFER):
-                piece = buffer[: min(BUFFER, nbytes - low)]
-                file.read(piece, write.target + low, name)
-                if count := count_non_finite(piece, dtype):
-                    findings.not_finite[name] = findings.not_finite.get(name, NonFinite()) + count
+            for low in range(0, tensor.nbytes, BUFFER):
+                piece = buffer[: min(BUFFER, tensor.nbytes - low)]
+                file.read(piece, write.target + low, tensor.name)
+                look_at(tensor, piece)
 
     return findings
 
@@ -252,11 +295,10 @@ def _lost_layers(file: SourceFile, write: Encode) -> Iterator[str]:
             yield piece.weight.module
 
 
-def _name(weight: Weight) -> str:
-    """Return the name under which an unquantized weight is written."""
-    if weight.expert < 0:
-        return weight.source.name
-    return f"{weight.module}.weight"
+def _tensor(weight: Weight) -> TensorInfo:
+    """Return the tensor as which an unquantized weight is written."""
+    name = weight.source.name if weight.expert < 0 else f"{weight.module}.weight"
+    return TensorInfo(name, weight.source.dtype, weight.shape)
 
 
 def _is_long_copy(write: Write) -> bool:
@@ -343,29 +385,6 @@ class _Conversion:
         if not isinstance(error, _Stopped):
             self.failure.keep(error)
 
-    def count_non_finite(self, name: str, data: Bytes, dtype: str) -> None:
-        """Count NaN and infinities in a piece of an unquantized tensor, and add them to those of the tensor.
-
-        Args:
-            name: the tensor's name in the output.
-            data: bytes of whole elements.
-            dtype: safetensors dtype of the tensor, such as "BF16".
-        """
-        if count := count_non_finite(data, dtype):
-            not_finite = self.findings.not_finite
-            with self.lock:
-                not_finite[name] = not_finite.get(name, NonFinite()) + count
-
-    def add_zero_layer(self, weight: Weight) -> None:
-        """Note that all values of a weight are zero."""
-        with self.lock:
-            self.findings.zero_layers.add(weight.module)
-
-    def add_lost_layer(self, weight: Weight) -> None:
-        """Note that far more weights of a layer than usual became zero."""
-        with self.lock:
-            self.findings.lost_layers.add(weight.module)
-
     def advance(self, nbytes: int) -> None:
         """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
         if self.stopped.is_set():
@@ -414,6 +433,7 @@ class _Worker:
 
     def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
+        self.findings = conversion.findings
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
         self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
@@ -467,7 +487,9 @@ class _Worker:
             piece = buffer.take(write.target + done, min(BUFFER, nbytes - done))
             source.read(piece, offset + done, name)
             if isinstance(write, CopyTensor):
-                self.conversion.count_non_finite(name, piece, write.tensor.dtype)
+                self.findings.look_at(write.tensor, piece)
+            else:
+                self.findings.look_at_codes(write.tensor, piece)
             buffer.send(file, piece, write.target + done)
             done += piece.nbytes
             self.conversion.advance(piece.nbytes if isinstance(write, CopyTensor) else 0)
@@ -493,11 +515,12 @@ class _Worker:
     def _write_unquantized(self, write: Unstack | TransformWeight, rows: Iterator[Bits], file: ShardFile) -> None:
         """Write rows of a weight, given as bits [n, in] of its own dtype."""
         target = write.target
+        tensor = _tensor(write.weight)
         for bits in rows:
             buffer = self._next_buffer()
             piece = buffer.take(target, bits.nbytes)
             piece[:] = bits.reshape(-1).view(np.uint8)
-            self.conversion.count_non_finite(_name(write.weight), piece, write.weight.source.dtype)
+            self.findings.look_at(tensor, piece)
             buffer.send(file, piece, target)
             target += piece.nbytes
             self.conversion.advance(row_bytes(write.weight, len(bits)))
@@ -625,7 +648,7 @@ class _Worker:
                 self.conversion.advance(0)
 
             if is_zero:
-                self.conversion.add_zero_layer(weight)
+                self.findings.zero_layers.add(weight.module)
 
         limit = write.scheme.largest
         if largest.item() > limit:
@@ -690,9 +713,9 @@ class _Worker:
             self.conversion.advance(row_bytes(weight, len(bits)))
 
         if is_zero:
-            self.conversion.add_zero_layer(weight)
+            self.findings.zero_layers.add(weight.module)
         elif lost.unusual:
-            self.conversion.add_lost_layer(weight)
+            self.findings.lost_layers.add(weight.module)
 
 
 def _write_zero_points(zero_point: Floats, scheme: Scheme, file: ShardFile, target: int) -> int:

@@ -46,6 +46,7 @@ from ..streaming.interleaved import holds_experts
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
+from ..streaming.session import vocabulary_of
 from ..version import __version__
 from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
@@ -59,6 +60,9 @@ _IRRELEVANT = frozenset(
      "eos_token_id", "pad_token_id", "attention_dropout", "chunk_size_feed_forward", "problem_type",
      "is_encoder_decoder", "max_position_embeddings", "finetuning_task")
 )  # fmt: skip
+
+# A model with this share of its vocabulary as perplexity guesses. One that was trained is far from it.
+GUESSED = 0.5
 
 
 @dataclass(frozen=True)
@@ -292,8 +296,20 @@ def make_evaluation(
     if documents < ENOUGH_TEXTS:
         few = [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
 
-    all_notes = dict.fromkeys([*measurements.corpus.notes, *few, *model_notes, *notes])
+    guesses = _guess_notes(measurements.source.checkpoint, outputs[0]["perplexity"]["source"])
+    all_notes = dict.fromkeys([*guesses, *measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
+
+
+def _guess_notes(source: Checkpoint, perplexity: float) -> list[str]:
+    """Say that the source guesses, which leaves nothing that an output could lose."""
+    vocabulary = vocabulary_of(source)
+    if vocabulary is None or perplexity < GUESSED * vocabulary:
+        return []
+    return [
+        f"the source does little better than guess among its {vocabulary:,} tokens (perplexity {perplexity:,.0f}): its "
+        "weights, config or tokenizer may be damaged, and likeness to it says nothing"
+    ]
 
 
 def _few(documents: int) -> str:

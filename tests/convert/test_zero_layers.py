@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import run_openquant
+from conftest import EXAMPLE, run_openquant
 from openquant import compress, verify
 from openquant.files.output import OutputDirectory
 from openquant.weights import reading
@@ -38,13 +38,29 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_run_names_them(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether fused layers share a scale or not, and a weight is read in one piece or in several."""
-    result = compress(source, tmp_path / "out", ignore=["**.down_proj"])
-    assert f"all weights are zero: {ZERO[0]}" in result.notes
+    """Whether they are quantized or not, fused layers share a scale or not, and a weight is read in one piece or in several."""
     monkeypatch.setattr(reading, "BUFFER", 1 << 14)
     for scheme in ("tensor", "block", "int4", "nvfp4"):
         result = compress(source, tmp_path / scheme, scheme, workers=3)
         assert [note for note in result.notes if "zero" in note] == [NOTE], scheme
+
+    result = compress(source, tmp_path / "kept", ignore=["**.down_proj"])
+    assert NOTE in result.notes
+
+
+def test_what_is_not_quantized_and_what_gptq_has_rounded(tmp_path: Path) -> None:
+    modules = ("model.embed_tokens", "model.layers.0.input_layernorm", "model.layers.1.mlp.up_proj")
+
+    def zero(held: dict[str, torch.Tensor]) -> None:
+        for module in modules:
+            held[f"{module}.weight"].zero_()
+        held["model.layers.1.input_layernorm.weight"][1:] = 0
+
+    source = small_checkpoints.changed_copy(EXAMPLE, tmp_path / "source", zero)
+    plain = compress(source, tmp_path / "plain", "int4", group_size=64)
+    gptq = compress(source, tmp_path / "gptq", "int4", group_size=64, gptq=True, samples=2, length=16)
+    assert f"all weights are zero: {', '.join(modules)}" in plain.notes
+    assert f"all weights are zero: {', '.join(modules)}" in gptq.notes
 
 
 def test_experts_of_a_stack(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_experts_of_which_each_gets_all_tokens(tmp_path: Path) -> None:
     found = judge(source, tmp_path / "out", *spoiled.values(), texts=corpus(10, 500))
     sound, without, elsewhere = found.outputs
     assert sound["suspects"] == []
-    assert all(note.startswith("an interval from") for note in found.notes)
+    assert all(note.startswith(("the source does little better", "an interval from")) for note in found.notes)
     # Found: 0.02 and 0.99.
     assert 0 < sound["layers"][1]["routed_otherwise"] < 0.1
     assert elsewhere["layers"][1]["routed_otherwise"] > 0.9
@@ -210,7 +210,8 @@ def test_other_architectures_have_no_suspects(architecture: str, tmp_path: Path)
     compress(source, tmp_path / "out", "channel")
     found = judge(source, tmp_path / "out", texts=corpus(10, 500, count=2, length=24))
     assert found.outputs[0]["suspects"] == []
-    assert all(note.startswith("an interval from") for note in found.notes)
+    # Its weights are random.
+    assert found.notes[0].startswith("the source does little better than guess among its ")
     # Layers of towers for images, which no text goes through, are not among them.
     assert len(found.outputs[0]["layers"]) == small_checkpoints.LAYERS
 
