@@ -55,7 +55,7 @@ from .plan.plan import (
 from .plan.serving import serving_to_json
 from .plan.summary import Explanation, explain_modules
 from .recipes import Request, check_recipe, recipe_of
-from .report.cells import gigabytes
+from .report.cells import gigabytes, list_first
 from .result import Place, Preview, Reporter, Result, default_reporter, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.checks import require_sound
@@ -321,8 +321,9 @@ def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
     plan = job.plan
     source = job.source
     publisher = publisher_of(job)
+    notes = []
     if publisher and run.dry_run:
-        _preview_push(job, publisher)
+        notes.append(_preview_push(job, publisher))
 
     generated = {} if plan.lacks else generate_files(job, plan.files)
     claim = claim_of(job, generated, publisher)
@@ -336,7 +337,8 @@ def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
 
     of_phases = [sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs]
     needed = max(of_phases, default=0)
-    notes = _disk_notes(needs, job) if run.dry_run and needed else []
+    if run.dry_run and needed:
+        notes += _disk_notes(needs, job)
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
 
 
@@ -355,8 +357,11 @@ def _disk_notes(needs: Sequence[Needs], job: Job) -> list[str]:
     ]
 
 
-def _preview_push(job: Job, publisher: Publisher) -> None:
+def _preview_push(job: Job, publisher: Publisher) -> str:
     """Refuse a repository that the run would refuse. Nothing is changed on the Hub.
+
+    Returns:
+        What the run would do there.
 
     Raises:
         PushError: the run would be refused.
@@ -364,11 +369,12 @@ def _preview_push(job: Job, publisher: Publisher) -> None:
     if job.plan.lacks:
         # Neither the card nor what tells the uploads of this plan from others is final.
         publisher.require_writable()
-        return
+        return f"the run pushes to {publisher.repo}: {_commit_to(publisher)}"
 
     job.source.fetch_files([CARD_FILE])
     with silent():
-        publisher.prepare(generate_files(job)[CARD_FILE], creates=False)
+        names = publisher.prepare(generate_files(job)[CARD_FILE], creates=False)
+    return f"the run pushes to {publisher.repo}, {_repository_text(names, publisher)}: {_commit_to(publisher)}"
 
 
 def _fetch_files(job: Job) -> None:
@@ -544,7 +550,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
 
     publisher, others = _publisher(path, target)
     with silent():
-        exists = publisher.prepare(_published_card(path), creates=False)
+        names = publisher.prepare(_published_card(path), creates=False)
 
     with output_errors(path, "read"):
         reads = tuple(
@@ -553,13 +559,24 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
             for size in [(path / name).stat().st_size]
         )
 
-    created = f"is created{', private' if target.private else ''}"
+    does = [f"those of {len(reads)} files are uploaded that the repository does not have; {_commit_to(publisher)}"]
+    replaced = sorted({*publisher.shards, *others}.intersection(names or ()))
+    if replaced:
+        does.append(f"{list_first(replaced, 4)} in the repository are replaced where they differ")
+
     return Preview(
         reads=reads,
-        does=(f"those of {len(reads)} files are uploaded that the repository does not have; {_commit_to(publisher)}",),
-        writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
+        does=tuple(does),
+        writes=(Place(publisher.repo, _repository_text(names, publisher)),),
         notes=tuple(push_notes(path)),
     )
+
+
+def _repository_text(names: Sequence[str] | None, publisher: Publisher) -> str:
+    """Say whether there is a repository. `names`: those of its files, None if there is none."""
+    if names is not None:
+        return "a repository that exists"
+    return f"a repository that is created{', private' if publisher.push.private else ''}"
 
 
 def _preview_evaluation(path: Path, target: Push) -> Preview:

@@ -109,7 +109,7 @@ class Publisher:
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> bool:
+    def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> list[str] | None:
         """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
@@ -118,7 +118,7 @@ class Publisher:
             creates: False to change nothing on the Hub. Of a repository that is missing, permissions are not checked.
 
         Returns:
-            Whether there was a repository.
+            The names of the repository's files; None if there was none.
 
         Raises:
             PushError: the user may not write there, the Hub refuses the card, or the repository holds weights that
@@ -136,7 +136,7 @@ class Publisher:
                     "make it private in its settings on the Hub, or leave --private out",
                 )
             if repository is None and not creates:
-                return False
+                return None
             if repository is None:
                 self._create()
 
@@ -155,7 +155,7 @@ class Publisher:
                 if not (self.push.create_pr or self.push.replace_weights):
                     protect_source(repository, base_models(text), downloaded)
                     protect_unquantized(repository, self.shards, self._is_ours)
-        return repository is not None
+        return None if repository is None else [file.rfilename for file in repository.siblings or ()]
 
     def require_writable(self) -> None:
         """Check the token and its permissions, before hours of work. Nothing is changed on the Hub.

@@ -48,6 +48,8 @@ from .cells import (
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
 _LONGEST_REASON = 80
+# How many problems of a verification are printed: those of a wrong source are hundreds.
+MOST_PROBLEMS = 20
 
 
 def plan_text(
@@ -326,7 +328,10 @@ def verification_text(report: Report, width: int | None = None) -> str:
     """
     count = count_of(len(report.problems) or "no", "problem")
     lines = [f"{count}: {report.directory}, {report.description}, {report.seconds:.1f} s"]
-    lines += [f"problem: {problem}" for problem in report.problems]
+    lines += [f"problem: {problem}" for problem in report.problems[:MOST_PROBLEMS]]
+    more = len(report.problems) - MOST_PROBLEMS
+    if more > 0:
+        lines.append(f"and {count_of(more, 'more problem')}: --json has them all")
     if report.problems:
         lines += [f"hint: {hint}" for hint in report.hints]
 

@@ -350,6 +350,12 @@ class Report:
     @property
     def hints(self) -> list[str]:
         """What to do about the problems: one sentence for each kind that there is."""
+        compared = any(" differs from the source's" in problem for problem in self.problems)
+        if compared and not self.equal_tensors:
+            return [
+                f"no tensor equals one of {self.source}: give --source the model that {self.directory} was made from"
+            ]
+
         hints = {
             next((hint for words, hint in _HINTS.items() if words in problem), _CONVERT_AGAIN): None
             for problem in self.problems
