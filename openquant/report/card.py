@@ -215,6 +215,7 @@ def _fill(name: str, **values: Any) -> str:
         "hardware": _hardware,
         "bar": _bar,
     }
+
     return fill_template(name, values, filters, trim_blocks=True, finalize=lambda value: terminal(str(value)))
 
 
