@@ -11,17 +11,18 @@ Hessians of a model's layers, accumulated while texts run through it.
 The Hessian of a layer is H = X'X, where the rows of X [tokens, in] are the inputs of all tokens that go into the layer.
 Fused layers have the same inputs and share one. A routed expert has two: over the inputs of gate and up, and over those
 of down, of the tokens that are routed to it. All Hessians of a decoder layer may not fit in memory. They are then
-accumulated in parts, and texts run through the layer once for each part.
+accumulated in parts: the first while texts run through the layer, the others from inputs that a file has kept.
 
     units = find_hessians(model, plan)             # {"model.layers.0": LayerHessians(..), ..}
     observer = HessianObserver(model.model, units.values())
-    for part in in_memory_parts(units["model.layers.0"].hessians, max_bytes):
-        ...                                        # set `accumulating` of the part, run texts with observer.on()
-        part[0].pop_matrix()                       # float32 [in, in]
+    first, *others = in_memory_parts(units["model.layers.0"].hessians, max_bytes)
+    ...                                            # set `accumulating` of the first part, run texts with observer.on()
+    first[0].pop_matrix()                          # float32 [in, in]
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +86,8 @@ def round_layers(
         corpus: the calibration texts, as tokens.
         store: where rounded layers are written; a layer that is there already is not rounded again.
         loops: the module that chooses scales and rounds: formats.kernels (numpy) or formats.compiled (numba).
-        max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; texts run several times
-            through a layer whose Hessians take more.
+        max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; a layer whose Hessians take
+            more has its inputs in a file beside the store, and one part of them in memory at a time.
         sensitivities: how much each token counts in the Hessians of Linears, by group (`hessian_groups`), float32
             [documents, tokens]; None if all count alike, as they do in those that have none.
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
@@ -121,30 +122,28 @@ def round_layers(
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
-    rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store)
 
-    run_with_hooks(
-        model,
-        corpus,
-        range(len(corpus.documents)),
-        model.logits,
-        observer,
-        until=list(parts)[-1],
-        after_unit=rounder.after_unit,
-        scratch=scratch,
-        progress=progress,
-        checkpoint=pass_checkpoint,
-        recompute=rounder.begin_part,
-        # Texts run through a layer once for each part, and rounding takes about as long as one of these.
-        readings={unit: 1 + len(of_unit) for unit, of_unit in parts.items()},
-    )
+    with OffloadFile(store.path.parent, 0) as file:
+        rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store, KeptInputs(file, model.device))
+        run_with_hooks(
+            model,
+            corpus,
+            range(len(corpus.documents)),
+            model.logits,
+            observer,
+            until=list(parts)[-1],
+            after_unit=rounder.after_unit,
+            scratch=scratch,
+            progress=progress,
+            checkpoint=pass_checkpoint,
+        )
 
     _note_few_tokens(rounder.expert_tokens, note)
     return places | rounder.places
 
 
 class _Rounder:
-    """Rounds the weights of a layer whenever a part of its Hessians is complete.
+    """Rounds the weights of a layer once all texts are through it, a part of its Hessians at a time.
 
     Args:
         units: all Hessians, by layer.
@@ -153,6 +152,7 @@ class _Rounder:
         texts: how many texts run through each layer.
         reader: reads the weights.
         store: where rounded layers are written.
+        kept: keeps the inputs of all parts of a layer but the first.
     """
 
     def __init__(
@@ -163,6 +163,7 @@ class _Rounder:
         texts: int,
         reader: Reader,
         store: LayerStore,
+        kept: KeptInputs,
     ) -> None:
         self.units = units
         self.parts = parts
@@ -170,35 +171,34 @@ class _Rounder:
         self.texts = texts
         self.reader = reader
         self.store = store
+        self.kept = kept
         self.places: dict[str, TensorPlace] = {}
         self.expert_tokens: list[int] = []
 
-    def begin_part(self, unit: str) -> bool:
-        """Begin the next part of a layer's Hessians. True if texts run through the layer once more for another part."""
-        if unit not in self.parts:
-            return False
-
-        started = self.parts[unit][0][0].accumulating
-        if started:
-            self._finish(unit)
-        # The Hessian of an MoE layer is complete after the first time.
-        for hessian in self.units[unit].moe_hessians:
-            hessian.accumulating = not started
-        for hessian in self.parts[unit][0]:
-            hessian.accumulating = True
-        return len(self.parts[unit]) > 1
+        for unit, (first, *others) in parts.items():
+            for hessian in [*units[unit].moe_hessians, *first]:
+                hessian.accumulating = True
+            for hessian in itertools.chain(*others):
+                hessian.kept = kept
 
     def after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
-        """Round the last part of a layer after the last text."""
+        """Round a layer after the last text."""
         del number, hidden
-        if unit in self.parts and group + 1 == self.texts:
-            self._finish(unit)
-            for hessian in self.units[unit].moe_hessians:
-                hessian.upper = None
+        if unit not in self.parts or group + 1 < self.texts:
+            return
 
-    def _finish(self, unit: str) -> None:
+        for part in self.parts[unit]:
+            for hessian in part:
+                self.kept.move_to(hessian)
+            self._round(unit, part)
+
+        self.kept.clear()
+        for hessian in self.units[unit].moe_hessians:
+            hessian.accumulating = False
+            hessian.upper = None
+
+    def _round(self, unit: str, part: list[Hessian]) -> None:
         """Round the weights of a part's complete Hessians, and write them."""
-        part = self.parts[unit].pop(0)
         self.expert_tokens += [hessian.tokens for hessian in part if hessian.moe_hessian is not None]
         hessians = self.units[unit].hessians
         tensors = [tensor for hessian in part for tensor in _round_weights(hessian, self.reader)]
@@ -379,6 +379,7 @@ class Hessian:
             dense layers.
         sensitivity: float32 [documents, tokens], by which squared inputs are weighed; None if all tokens count alike.
         accumulating: whether `add` adds.
+        kept: where `add` keeps inputs that are to be added later; None to drop them unless they are added.
         tokens: number of tokens added.
         upper: float32 [in, in], whose upper triangle, with the diagonal, is the sum; None before the first token.
     """
@@ -388,6 +389,7 @@ class Hessian:
     moe_hessian: Hessian | None = None
     sensitivity: Tensor | None = None
     accumulating: bool = False
+    kept: KeptInputs | None = None
     tokens: int = 0
     upper: Tensor | None = None
 
@@ -402,14 +404,23 @@ class Hessian:
         """Bytes of the matrix and of its output tensors."""
         return 4 * self.width**2 + sum(info.nbytes for info in self.output_tensors)
 
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether `add` does anything with inputs."""
+        return self.accumulating or self.kept is not None
+
     def add(self, inputs: Tensor, document: int = 0) -> None:
-        """Add inputs [..., in] of any float dtype, if it is accumulating.
+        """Add inputs [..., in] of any float dtype if it is accumulating, or keep them.
 
         With a sensitivity they are those of all tokens of a document, in order, with equally many rows for each.
         """
-        tokens = inputs.reshape(-1, self.width).float()
-        if not self.accumulating or not len(tokens):
+        if not self.wants_inputs or not inputs.numel():
             return
+        if self.kept is not None:
+            self.kept.keep(self, inputs, document)
+            return
+
+        tokens = inputs.reshape(-1, self.width).float()
         if self.sensitivity is not None:
             weights = self.sensitivity[document].to(tokens.device)
             # A Linear of several groups, as in DeepSeek-V4, has a row for each group.
@@ -434,6 +445,56 @@ class Hessian:
             high = min(low + PANEL, self.width)
             matrix[high:, low:high] = matrix[low:high, high:].T
         return matrix
+
+
+class KeptInputs:
+    """Inputs of Hessians that do not fit in memory beside others of their layer, until these are rounded.
+
+    Args:
+        file: where they are written; it has nothing else.
+        device: where Hessians are.
+    """
+
+    def __init__(self, file: OffloadFile, device: str) -> None:
+        self._file = file
+        self._device = device
+        # By Hessian, number of the document and offset in the file of the inputs of each call, and an empty tensor of
+        # their shape.
+        self._calls: dict[Hessian, list[tuple[int, int, Tensor]]] = {}
+
+    def keep(self, hessian: Hessian, inputs: Tensor, document: int) -> None:
+        """Write inputs [..., in] of a document.
+
+        Raises:
+            OutputError: the disk is full or fails.
+        """
+        offset = self._file.write(_memory(inputs.cpu().contiguous()))
+        self._calls.setdefault(hessian, []).append((document, offset, torch.empty_like(inputs, device="meta")))
+
+    def move_to(self, hessian: Hessian) -> None:
+        """Add all inputs that were kept of a Hessian to it, in their order; none if it accumulated them itself.
+
+        Raises:
+            OutputError: the disk fails.
+        """
+        if hessian.kept is None:
+            return
+        hessian.kept = None
+        hessian.accumulating = True
+        for document, offset, like in self._calls.pop(hessian, ()):
+            inputs = torch.empty(like.shape, dtype=like.dtype)
+            self._file.read(_memory(inputs), offset)
+            hessian.add(inputs.to(self._device), document)
+
+    def clear(self) -> None:
+        """Empty the file."""
+        self._calls.clear()
+        self._file.clear()
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,7 +539,7 @@ class LayerHessians:
 
 
 def in_memory_parts(hessians: Sequence[Hessian], max_bytes: int) -> list[list[Hessian]]:
-    """Divide Hessians into consecutive parts that fit in memory, so that texts run through the layer once for each.
+    """Divide Hessians into consecutive parts that fit in memory.
 
     Args:
         hessians: Hessians of one decoder layer, each with the weights that are rounded with it.
@@ -539,7 +600,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
             into.moe_hessian.add(rows)
             for expert, hessian in into.by_expert.items():
                 # Selecting an expert's rows takes time.
-                if hessian.accumulating:
+                if hessian.wants_inputs:
                     hessian.add(routing.rows_of(expert, rows))
         return values
 

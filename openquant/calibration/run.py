@@ -45,6 +45,7 @@ from ..streaming.memory import (
     calibration_steps,
     gptq_steps,
     hessian_memory,
+    kept_inputs,
     memory_left,
     sensitivity_steps,
 )
@@ -538,10 +539,13 @@ def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
         return []
 
     # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
-    passing = hidden_bytes(job.checkpoint, texts.samples * texts.length)
+    tokens = texts.samples * texts.length
+    passing = hidden_bytes(job.checkpoint, tokens)
     free = memory_left(job.run.max_memory, texts_steps(job, plan, texts.length), refuse=False)
-    if passing > (BUDGET if free is None else free // 2):
+    half = BUDGET if free is None else free // 2
+    if passing > half:
         passing *= 2
+    passing += kept_inputs(plan, tokens, half)
 
     # A calibration has three float32 statistics for each input of each layer.
     calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())

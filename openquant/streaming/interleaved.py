@@ -138,7 +138,6 @@ def run_interleaved(
     until: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     checkpoint: PassCheckpoint | None = None,
-    recompute: Callable[[str], bool] | None = None,
     gradients: bool = False,
 ) -> None:
     """Run forward passes together, unit by unit, so that every weight is read once.
@@ -155,13 +154,9 @@ def run_interleaved(
         scratch: file for hidden states of waiting batches that exceed its memory budget; None keeps all in memory.
         until: the last unit to compute, after which all passes are abandoned and `finished` is not called; None to
             compute all.
-        progress: called with unit name, how many batches are through it, and the number of batches. The second is 0
-            while a unit is computed for `recompute`.
+        progress: called with unit name, how many batches are through it, and the number of batches.
         checkpoint: file that waiting passes are saved to, and continued from if it has any; used as long as all passes
             wait for units of one name.
-        recompute: called with the unit of a single model before it is computed. While it returns True, the unit is
-            computed for all passes and its outputs are discarded. GPTQ does this for layers whose Hessians do not fit
-            into memory at once.
         gradients: whether torch notes what gradients need, in place of inference mode.
 
     Raises:
@@ -183,7 +178,6 @@ def run_interleaved(
         until=until,
         progress=progress or (lambda *_: None),
         checkpoint=checkpoint,
-        recompute=recompute or (lambda _: False),
     )
 
     mode = torch.enable_grad() if gradients else torch.inference_mode()
@@ -207,8 +201,6 @@ def run_with_hooks(
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     checkpoint: PassCheckpoint | None = None,
-    recompute: Callable[[str], bool] | None = None,
-    readings: Mapping[str, int] | None = None,
 ) -> None:
     """Run documents through a model up to a layer, with hooks that see the inputs of its layers.
 
@@ -224,8 +216,6 @@ def run_with_hooks(
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
         checkpoint: file that waiting passes are saved to, and continued from if it has any.
-        recompute: as in `run_interleaved`.
-        readings: how often texts run through a layer, by its name; others count once.
     """
 
     @contextmanager
@@ -237,7 +227,6 @@ def run_with_hooks(
     resumed = frozenset() if checkpoint is None else checkpoint.done
     layers = model.layers[: model.layers.index(until) + 1]
     costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
-    costs = {layer: cost * (readings or {}).get(layer, 1) for layer, cost in costs.items()}
 
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
@@ -251,7 +240,6 @@ def run_with_hooks(
             until=until,
             progress=PassProgress(costs, len(texts) * corpus.length, progress).layer_done,
             checkpoint=checkpoint,
-            recompute=recompute,
         )
 
 
@@ -336,7 +324,6 @@ class _Run(Generic[T]):
     until: str | None
     progress: Callable[[str, int, int], None]
     checkpoint: PassCheckpoint | None
-    recompute: Callable[[str], bool]
 
     def __post_init__(self) -> None:
         self.passes = [suspended for batch in self.batches for suspended in batch]
@@ -383,9 +370,6 @@ class _Run(Generic[T]):
 
     def _compute_units(self, units: Mapping[StreamedModel, str], reported: str, is_last: bool) -> None:
         """Compute the loaded unit of each model for the passes that wait for it, and let them run on."""
-        while self.recompute(reported):
-            self._compute_and_discard()
-
         for at, batch in enumerate(self.batches):
             self.store.restore(batch)
             waiting = [suspended for suspended in batch if not suspended.done]
@@ -416,17 +400,6 @@ class _Run(Generic[T]):
         if self.after_unit is not None:
             self.after_unit(unit, suspended.batch, suspended.number, hidden_state(output))
         return output
-
-    def _compute_and_discard(self) -> None:
-        """Compute a unit for all passes, which wait for it, without resuming them."""
-        for batch in self.batches:
-            self.store.restore(batch)
-            for suspended in batch:
-                call = suspended.call
-                self.driver.compute(suspended)
-                suspended.call = call
-            self.store.offload(batch)
-            self.progress(batch[0].unit, 0, len(self.batches))
 
     def _skip_computed(self, checkpoint: PassCheckpoint) -> bool:
         """Let passes skip the unit they wait for if an earlier run computed it, and say whether they did.

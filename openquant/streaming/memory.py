@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -242,6 +243,32 @@ def hessian_memory(plan: Plan) -> int:
         (4 * weight.shape[1] ** 2 for weight, _ in plan.gptq_rounded if plan.entry.experts(weight.module)), default=0
     )
     return max(map(sum, fused.values()), default=0) + all_tokens
+
+
+def kept_inputs(plan: Plan, tokens: int, max_hessian_bytes: int) -> int:
+    """Return the most bytes of disk for inputs of a layer whose Hessians are not all in memory at once.
+
+    Args:
+        plan: says what GPTQ rounds.
+        tokens: the number of tokens of all texts.
+        max_hessian_bytes: bytes of memory for Hessians.
+    """
+    hessians: Counter[str] = Counter()
+    # By layer, the inputs of a token for each kind of module: an expert's count for each expert that it goes to.
+    inputs: dict[str, dict[str, int]] = {}
+    for weight, _ in plan.gptq_rounded:
+        first, *_ = plan.decisions.fused.get(weight.module, (weight.module,))
+        match = _LIST_ITEM.match(weight.module)
+        if match is None or weight.module != first:
+            continue
+
+        width = weight.shape[1]
+        experts = _experts_of_token(plan.decoded) if plan.entry.experts(weight.module) else 1
+        hessians[match[1]] += 4 * width**2
+        inputs.setdefault(match[1], {})[weight.name_template] = experts * width
+
+    most = max((sum(inputs[layer].values()) for layer in inputs if hessians[layer] > max_hessian_bytes), default=0)
+    return most * tokens * DTYPE_BITS[compute_dtype(plan.decoded)] // 8
 
 
 def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> list[MemoryStep]:

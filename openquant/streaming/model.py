@@ -270,12 +270,12 @@ class PassProgress:
 
         Args:
             unit: name of the unit.
-            done: how many batches are through it; 0 if they will be computed once more.
+            done: how many batches are through it.
             batches: the number of batches.
         """
         cost = self._left.get(unit, 0.0)
-        if not cost or not done:
-            # An embedding table, a layer that an earlier run computed, or one that is computed once more.
+        if not cost:
+            # An embedding table, or a layer that an earlier run computed.
             self._report(0.0)
             return
         if not self._total:

@@ -99,6 +99,13 @@ class OffloadFile:
                 done += count
         self._free.setdefault(len(into), []).append(offset)
 
+    def clear(self) -> None:
+        """Drop all that was written, and give its space back."""
+        self._end = 0
+        self._free.clear()
+        with self._explain_errors("written"):
+            os.ftruncate(self._file.fileno(), 0)
+
 
 class OffloadedTensors:
     """The large tensors of one waiting pass, in memory or in a file."""

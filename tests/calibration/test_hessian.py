@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -192,9 +192,14 @@ def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, nam
     for max_bytes, loops in ((1 << 30, kernels), (300_000, compiled)):
         folder = LayerStore(tmp_path / str(max_bytes), "0" * 64)
         folder.claim()
+        model = StreamedModel(checkpoint)
+        computed = Mock(return_value=None)
+        model.model.get_submodule("model.layers.1.self_attn").register_forward_pre_hook(computed)
         with patch.object(loops, "round_panel", wraps=loops.round_panel) as round_panel:
-            places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, loops, max_hessian_bytes=max_bytes)
+            places = round_layers(model, plan, CORPUS, folder, loops, max_hessian_bytes=max_bytes)
         assert round_panel.called
+        # Texts run through it once, however many parts there are.
+        assert computed.call_count == len(CORPUS.documents)
         files = {place.path.name for place in places.values()}
         assert any("-" in file for file in files) == (max_bytes < 1 << 30)
         sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.output_tensors}
