@@ -439,7 +439,7 @@ class Hessian:
 
     def add_waiting(self) -> None:
         """Add the inputs that wait to the sum."""
-        tokens = torch.cat(self.waiting)
+        tokens = torch.cat(self.waiting) if len(self.waiting) > 1 else self.waiting[0]
         self.waiting.clear()
         if self.upper is None:
             self.upper = torch.zeros(self.width, self.width, device=tokens.device)
