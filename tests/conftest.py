@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from jinja2 import Environment
 
 from openquant.machine import available_cpus
 from support import small_checkpoints, starting
@@ -36,6 +37,22 @@ gc.set_threshold(50_000, 20, 20)
 # Hundreds of commands run here as a user has them, who lets Python keep what it compiled: without that each compiles the
 # whole program again, a third of its time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+compile_template = Environment.compile
+templates: dict[tuple[object, ...], object] = {}
+
+
+def compile_once(environment: Environment, source: str, *arguments: object, **options: object) -> object:
+    """A conversion fills the card's template twice, and to compile it takes as long as to convert a small model."""
+    if type(environment) is not Environment:
+        return compile_template(environment, source, *arguments, **options)  # type: ignore[call-overload]
+    key = (source, environment.trim_blocks, environment.autoescape, *arguments, *options.items())
+    if key not in templates:
+        templates[key] = compile_template(environment, source, *arguments, **options)  # type: ignore[call-overload]
+    return templates[key]
+
+
+Environment.compile = compile_once  # type: ignore[assignment, method-assign]
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-qwen3"
