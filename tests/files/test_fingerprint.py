@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -105,3 +106,15 @@ def test_a_shard_that_changed_is_named(tmp_path: Path) -> None:
         assert caught.value.message == f"{root / other} changed while it was being read"
     # Of a repository its commit says it.
     Fingerprint(checkpoint, None, "org/name@01").require_unchanged()
+
+
+def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "root")
+    checkpoint = open_checkpoint(root)
+    found, [shard] = Fingerprint(checkpoint).hexdigest(), checkpoint.shards
+    file = InMemory(root / shard, hashlib.sha256((root / shard).read_bytes()).hexdigest())
+    file.data = b""
+    (root / shard).unlink()
+    seen = Fingerprint(checkpoint, {shard: file}, "org/name@0123")
+    seen.add(shard, root / shard)
+    assert seen.hexdigest() == found

@@ -184,3 +184,9 @@ def test_what_is_overwritten_counts_as_free(tmp_path, source, out, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
     compress(source, out, overwrite=True)
     assert tree(out) == before
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with claim(tmp_path / "out") as claimed, pytest.raises(OutputError) as caught:
+        claimed.directory.copy(tmp_path / "missing", "README.md")
+    assert caught.value.message == f"{tmp_path / 'missing'} cannot be read: No such file or directory"

@@ -99,3 +99,9 @@ def test_another_directory_is_refused_before_texts_are_run(subtests: pytest.Subt
                 compress(EXAMPLE, out, samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
             assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds mine.txt"
             assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_what_cannot_be_a_directory_is_refused_before_texts_are_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="file/out cannot be written: Not a directory"):
+        compress(EXAMPLE, tmp_path / "file" / "out", "int8", smooth=0.5, samples=2, length=64, reporter=NoPass())
