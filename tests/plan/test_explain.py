@@ -72,6 +72,11 @@ def test_a_stack_is_its_experts_and_draft_layers_are_counted() -> None:
     assert expert.listed is not None
 
 
+def test_what_no_pattern_covers_says_so() -> None:
+    plan = make_plan(with_few_experts("Qwen3MoeForCausalLM"), TENSOR, architecture="generic")
+    assert one(plan, "model.layers.0.mlp.gate").rule == Rule("rest", None)
+
+
 @for_each("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
 def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
     plan = planned(name, SCHEMES["channel"])

@@ -198,6 +198,13 @@ def without_input_scale(source: Path) -> None:
     change_weights(source, lambda found: found.pop(f"{Q}.input_scale"))
 
 
+def fused_alike(source: Path) -> None:
+    """q unquantized, k and v not."""
+    plain = small_checkpoints.tensors("Qwen3MoeForCausalLM")[f"{Q}.weight"]
+    change_weights(source, lambda found: [found.pop(f"{Q}.{last}") for last in ("weight_scale", "input_scale")])
+    change_weights(source, lambda found: found.update({f"{Q}.weight": plain}))
+
+
 def quantized_router(source: Path) -> None:
     gate = "model.layers.1.mlp.gate"
     change_weights(
@@ -217,6 +224,9 @@ def quantized_router(source: Path) -> None:
     ("change", "message"),
     [
         (without_input_scale, f"{Q} has static activations: the source has no input_scale for it"),
+        (fused_alike,
+         "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj: its codes cannot be kept: same as q_proj "
+         "(the source has it unquantized)"),
         (quantized_router, "model.layers.1.mlp.gate: its codes cannot be kept: router"),
     ],
 )  # fmt: skip

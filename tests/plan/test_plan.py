@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import change_json
+from conftest import EXAMPLE, change_json
 from openquant import compress, verify
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -37,6 +37,7 @@ from openquant.formats.schemes import (
     TENSOR,
     TENSOR_COMPRESSED,
     TENSOR_COMPRESSED_STATIC,
+    TENSOR_STATIC,
     Scheme,
 )
 from openquant.models import MODELS
@@ -46,6 +47,7 @@ from openquant.plan.decisions import PlanOptions, gptq_weights
 from openquant.plan.plan import Plan, Planner, ignored_layers, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
+from openquant.weights.weight import UNDECIDED
 from support import small_checkpoints
 from support.published_checkpoints import with_few_experts
 from support.rows import for_each
@@ -89,6 +91,14 @@ def test_plans_that_share_what_they_can_are_as_each_alone(subtests: pytest.Subte
     assert planner.make(CHANNEL, PlanOptions(("**.odd",)))
     with pytest.raises(PlanError, match="matches no pattern"):
         planner.make(CHANNEL, PlanOptions())
+
+
+def test_a_plan_says_what_it_lacks() -> None:
+    checkpoint, texts = open_checkpoint(EXAMPLE), {"documents": 128, "length": 512}
+    assert make_plan(checkpoint, TENSOR_STATIC, PlanOptions(texts=texts)).lacks == {"activations"}
+    plan = make_plan(checkpoint, INT4_W4A16, PlanOptions(texts=texts, gptq=texts, transforms=UNDECIDED, calibrate=True))
+    assert plan.lacks == {"activations", "smoothing", "Hessians"}
+    assert make_plan(checkpoint, INT4_W4A16, PlanOptions(gptq=texts)).with_rounded({}).lacks == set()
 
 
 def test_digest_depends_on_options_source_and_entry(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -975,6 +985,10 @@ def test_mtp_layers_that_the_index_does_not_name_are_taken_in(tmp_path: Path, ar
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert {index["weight_map"][key] for key in mtp if key in expected} == {name}
     assert verify(tmp_path / "out", source, full=True).problems == ()
+    # An index without them is damaged.
+    index["weight_map"] = {key: shard for key, shard in index["weight_map"].items() if shard != name}
+    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{name} holds weights that model.safetensors.index.json does not name" in verify(tmp_path / "out").problems
     # A file whose layers the index has elsewhere is left out, and so is one of layers that the model does not have.
     twice = small_checkpoints.write(tmp_path / "twice", architecture, weights=weights | mtp, shards=2)
     save_file(mtp, twice / name)

@@ -39,6 +39,7 @@ def served(checkpoint: Checkpoint, **more: Any) -> Serving:
     ("Qwen3ForCausalLM", {}, 28 * 2 * 8 * 128 * 2, 0),
     # Asked for by a key that says no.
     ("Qwen2ForCausalLM", {"sliding_window": 131072, "use_sliding_window": False}, 48 * 2 * 8 * 128 * 2, 0),
+    ("Qwen2ForCausalLM", {"sliding_window": 131072}, 48 * 2 * 8 * 128 * 2, 0),
     # One tensor holds queries, keys and values.
     ("Phi3ForCausalLM", {}, 40 * 2 * 10 * 128 * 2, 0),
     # Latent attention: one vector of 512 + 64 for all heads, draft layers left out.
@@ -61,6 +62,7 @@ def served(checkpoint: Checkpoint, **more: Any) -> Serving:
      47 * 4096 * 8192),
     # Layers of four letters, and of a number.
     ("Exaone4ForCausalLM", {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}, 16 * 4096, 48 * 4096 * 4096),
+    ("Cohere2ForCausalLM", {"sliding_window": 4096, "sliding_window_pattern": 2}, 16 * 4096, 16 * 4096 * 4096),
     # A state of each sequence: three inputs of a convolution, and a matrix for each head.
     ("Qwen3NextForCausalLM", DELTA, 12 * 2 * 2 * 256 * 2, 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 2)),
     ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": "float32"}, 12 * 2 * 2 * 256 * 2,

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.hub.source import Download
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_unchanged_plan
+from openquant.report.text import plan_text
 from support import small_checkpoints
 from support.rows import for_each
 
@@ -49,6 +52,8 @@ def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     plan = make_unchanged_plan(open_checkpoint(source), PlanOptions(fp8_kv_cache=True))
     assert summary.suffix(plan) == "-KV8" and summary.scheme_name(plan) == "none"
+    text = plan_text(plan, "source", tmp_path / "out", Download(0, 0, 0, 0), ())
+    assert "Qwen3ForCausalLM, weights as they are\n" in text and "all weights as they are\n" in text
     compress(source, tmp_path / "out", "none", kv_cache="fp8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -104,3 +109,13 @@ def test_what_says_how_weights_are_stored_is_refused() -> None:
         compress("anything", None, "none")
     assert caught.value.message == "--scheme none leaves weights as they are, and nothing else is asked for"
     assert caught.value.hint == "give --kv-cache fp8 too, for KV-cache scales, or choose another scheme"
+
+
+def test_other_configs_without_groups_are_no_quantization(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(small_checkpoints.write(tmp_path / "source"), out, "none", kv_cache="fp8")
+    change_json(out / "config.json", lambda found: found["quantization_config"].update(format="sparse"))
+    assert verify(out).problems == ("config.json: openquant does not write such a quantization_config",)
+    change_json(out / "config.json", lambda found: found["quantization_config"].update(kv_cache_scheme=None))
+    with pytest.raises(UsageError, match="config.json has no config_groups"):
+        verify(out)
