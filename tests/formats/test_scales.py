@@ -145,14 +145,6 @@ def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
         assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
 
 
-def test_weights_stay_what_they_are() -> None:
-    for rows in (1, 3):
-        weight = noise(5, rows, 128)
-        before = weight.clone()
-        found_in(weight, INT4_W4A16)
-        assert torch.equal(weight, before)
-
-
 def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
     unsearched = INT4_W4A16.unsearched
     assert (unsearched.searches_scales, unsearched.format) == (False, INT4_W4A16.format)

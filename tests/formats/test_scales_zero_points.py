@@ -144,15 +144,6 @@ def test_no_other_ratio_is_better(seed: int, magnitude: int, weighed: bool) -> N
         assert (errors(form, *found) <= least * (1 + 1e-4)).all(), scheme.suffix
 
 
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
-    whole = [of(weight, INT4_SHIFTED, each) for each in (None, counts)]
-    for piece in (1, 300, 4096):
-        monkeypatch.setattr(kernels, "WEIGHTS", piece)
-        for found, each in zip(whole, (None, counts), strict=True):
-            assert all(map(np.array_equal, of(weight, INT4_SHIFTED, each), found)), piece
-
-
 def test_they_are_of_one_config() -> None:
     for scheme in ASYMMETRIC:
         assert find_scheme(scheme.name, group_size=scheme.group_size, asymmetric=True) == scheme
