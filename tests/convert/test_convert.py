@@ -430,6 +430,15 @@ def test_a_joined_set_of_mixed_dtypes(tmp_path: Path) -> None:
     )
 
 
+def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> None:
+    weights, path = small_checkpoints.tensors("Llama4ForCausalLM"), "model.layers.1.feed_forward.experts"
+    weights[f"{path}.0.gate_proj.weight"] = torch.ones(128, 256, dtype=torch.bfloat16)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == f"{path}.0.gate_proj.weight is also in the stack of experts"
+
+
 @for_each("dtype", ["bfloat16", "float16", "float32"])
 def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """The path a GPU takes, on torch's own CPU too."""

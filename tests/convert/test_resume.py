@@ -91,7 +91,7 @@ def struck(
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
 MOMENTS = [
-    *(("before-rename", 0), ("after-rename", 3), ("before-rename", 9), ("after-rename", 9)),
+    *(("before-rename", 0), ("after-rename", 3), ("before-rename", 9), ("after-rename", 10)),
     *(("before-write", 30), ("before-held", 4)),
 ]
 
@@ -113,6 +113,16 @@ def test_a_killed_run_continues_to_the_same_bytes(
                 assert result.resumed == (".openquant.json" in left and bool(final))
                 assert {name: (out / name).stat().st_mtime_ns for name in shards} == shards
             assert tree(out) == whole
+
+
+def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path) -> None:
+    out, words = tmp_path / "out", ("--scheme", "int4", "--asymmetric")
+    assert struck(source, out, "KILL", "after-rename", 3, *words).returncode == -signal.SIGKILL
+    assert finished(out)
+    assert not (out / "config.json").exists()
+    assert compress(source, out, "int4", asymmetric=True).resumed
+    compress(source, tmp_path / "whole", "int4", asymmetric=True)
+    assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_an_interrupted_run_exits_130_and_continues(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
@@ -176,6 +186,22 @@ def test_a_file_lost_from_a_finished_directory_is_made_again(
         assert tree(out) == whole, name
         if damaged is not None:
             (out / name).write_bytes(damaged)
+
+
+def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "whole"
+    (out / ".openquant.json").write_text(json.dumps({**json.loads(whole[".openquant.json"]), "done": False}))
+    next(out.glob("*.safetensors")).unlink()
+    (out / "config.json").write_text(json.dumps({**json.loads(whole["config.json"]), "model_type": "other"}))
+    with pytest.raises(OutputError) as caught:
+        compress(source, out)
+    assert caught.value.message == (
+        f'{out} was written wrongly: config.json: model_type is "other", the plan has "qwen3_moe"; an earlier run wrote part '
+        "of it"
+    )
+    assert caught.value.hint == "if something changed it since, replace it with --overwrite"
 
 
 def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
@@ -408,6 +434,14 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
     compress(source, out)
     compress(source, tmp_path / "fresh")
     assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_impossible_output_names_are_explained(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    told = "cannot be (read|written): (File name too long|Too many levels|File exists)"
+    for output in ("n" * 300, "loop/x"):
+        with pytest.raises(OutputError, match=told):
+            compress(source, tmp_path / output)
 
 
 def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Path) -> None:

@@ -23,7 +23,7 @@ GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
     """Beyond the largest code, subnormal, and zero of either sign."""
-    exponents = np.array([1, 64, 127, 252], np.uint32)
+    exponents = np.array([1, 127, 252], np.uint32)
     finite = np.arange(65536, dtype=np.uint16)
     bits = np.tile(finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128), (len(exponents), 1))
     mantissas = np.random.default_rng(0).integers(0, 1 << 23, (len(bits), 1), np.uint32)

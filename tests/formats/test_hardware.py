@@ -16,6 +16,7 @@ from openquant.formats.hardware import (
     arithmetic_on,
     find_kernel,
     generation_of,
+    schemes_on,
 )
 from openquant.formats.schemes import SCHEMES
 
@@ -72,6 +73,13 @@ def test_which_arithmetic_a_gpu_has():
     assert found("SGLang", "int8", "Hopper", experts=True) is None
     assert found("SGLang", "int4", "Turing") is None
     assert found("vLLM", "int4", None) is None
+
+
+def test_schemes_that_engines_compute_on_a_gpu():
+    assert "int6" in schemes_on(["vLLM"], "Ada") and "int6" not in schemes_on(ENGINES, "Ada")
+    assert schemes_on(ENGINES, "Turing") == ()
+    # No kernel of the CPU is for experts with a scale for each tensor or row in FP8.
+    assert schemes_on(["vLLM"], "CPU", experts=True) == ("block", "int8", "int4")
 
 
 def test_the_document_has_the_tables():
