@@ -62,7 +62,7 @@ def weights(draw: st.DrawFn, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_codes_and_scales_equal_torch_for_any_finite_weight(dtype: str) -> None:
-    @settings(max_examples=8)
+    @settings(max_examples=5)
     @given(weights(dtype))
     def check(bits: np.ndarray) -> None:
         for scheme in KINDS:

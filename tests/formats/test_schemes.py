@@ -63,7 +63,7 @@ def made_of(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.T
     return scale, encode(weight, scale, scheme.format)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), magnitude=st.floats(-30, 30), spread=st.floats(0, 4))
 def test_decoding_gives_the_weight_back_within_half_a_code(seed: int, magnitude: float, spread: float) -> None:
     weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(seed))
@@ -437,7 +437,7 @@ def test_divisors_are_finite() -> None:
         assert MXFP4.format.choose_global_scale(np.float32([largest])).tolist() == [1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 4), more=st.floats(1, 8))
 def test_fp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: float) -> None:
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed))

@@ -32,7 +32,7 @@ def test_words_are_those_of_compressed_tensors(axis: str, subtests: pytest.Subte
 
 
 def check_rows(number: Number) -> None:
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         shape = data.draw(st.tuples(st.integers(1, 70), st.integers(1, 5)))
@@ -52,7 +52,7 @@ def check_rows(number: Number) -> None:
 def check_columns(number: Number) -> None:
     """By every kernel."""
 
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         rows, runs = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 5)))
