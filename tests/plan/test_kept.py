@@ -289,15 +289,6 @@ def test_the_unquantized_model_is_a_source_without_codes(tmp_path: Path) -> None
     assert problem == f"model.safetensors: {name} has a relative error of 2.78, where GPTQ explains 0.776"
 
 
-def test_an_output_of_ours_again(tmp_path: Path) -> None:
-    """It is what the first run wrote."""
-    kept(mixed_precision(tmp_path / "source"), tmp_path / "out")
-    first, again = kept(tmp_path / "out", tmp_path / "again")
-    assert first.keys() == again.keys()
-    assert all(equal(first[name], again[name]) for name in first)
-    assert config_of(tmp_path / "out") == config_of(tmp_path / "again")
-
-
 def test_damaged_codes_are_refused(tmp_path: Path) -> None:
     source = mixed_precision(tmp_path / "source", shards=1)
     change_weights(source, lambda found: found[f"{Q}.weight"].view(torch.uint8)[0, 0].fill_(0x7F))

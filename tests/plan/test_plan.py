@@ -428,25 +428,6 @@ def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
     assert summary.quantized_tensors(plan_of(root, TENSOR_COMPRESSED, "**.experts.**")) > 0
 
 
-def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not_follow(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", "Llama4ForCausalLM")
-    plan = plan_of(root, BLOCK_COMPRESSED)
-    attention = "model.layers.0.self_attn"
-    assert reason(plan, f"{attention}.q_proj") == "channel: engines reorder its rows but not its scales"
-    assert reason(plan, f"{attention}.v_proj").startswith("channel: same as ")
-    assert reason(plan, f"{attention}.o_proj") == ""
-    assert plan.notes == (
-        "one scale per output row instead of one scale per 128x128 block for 6 of 26 layers (20.5 % of their bytes): "
-        + ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "kqv")
-        + "; engines reorder its rows but not its scales",
-    )
-    for scheme in (BLOCK, CHANNEL):
-        plan = plan_of(root, scheme)
-        assert f"{attention}.q_proj" in quantized(plan)
-        assert summary.schemes(plan) == {scheme: 26}
-        assert not any(note.startswith("one scale per output row instead") for note in plan.notes)
-
-
 def test_a_shard_is_aligned_and_says_that_its_tensors_are_pytorch_s(tmp_path: Path) -> None:
     """transformers loads no file that does not."""
     plan = plan_of(small_checkpoints.write(tmp_path / "a", shards=3, dtype="float32"), BLOCK)
@@ -653,16 +634,6 @@ def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
     assert ignored_layers(plan_of(root, TENSOR))[-1] == "vision_tower"
     assert ignored_layers(plan_of(root, CHANNEL))[-1] == "re:(.*[.])?vision_tower[.].*"
-
-
-def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:
-    for pattern in ("model.layers.9.**", "model.norm"):
-        with pytest.raises(UsageError) as caught:
-            mixed(source, CHANNEL, ("model.layers.0.**", BLOCK_COMPRESSED), (pattern, BLOCK_COMPRESSED))
-        assert caught.value.message == f"--scheme-for {pattern}=block matches no module that can be quantized"
-        assert caught.value.hint == (
-            "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
-        )
 
 
 def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None:

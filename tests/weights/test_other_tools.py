@@ -292,14 +292,6 @@ def check_damage(source: Path, out: Path, message: str) -> None:
         assert (refused.value.message, refused.value.hint) == (caught.value.message, caught.value.hint)
 
 
-def test_weights_without_their_config_are_named(tmp_path: Path) -> None:
-    for kind in (FLAT, INT8):
-        source = stored(tmp_path / kind, kind)
-        change_json(source / "config.json", lambda found: found.pop("quantization_config"))
-        with pytest.raises(PlanError, match="it holds .*(absmax|SCB), and config.json has no quantization_config"):
-            dequantize(source, tmp_path / "out")
-
-
 class RemoteShard:
     """A shard that is on the Hub only."""
 
@@ -319,14 +311,6 @@ def test_quant_states_of_a_streamed_source_are_read_too(tmp_path: Path) -> None:
         path.unlink()
     assert len(local.quant_states) == 14
     assert open_checkpoint(source, remote).quant_states == local.quant_states
-
-
-def test_a_large_quant_state_is_not_read(tmp_path: Path) -> None:
-    source = stored(tmp_path / "source", FLAT)
-    change_weights(source, lambda weights: weights.update({STATE: torch.full((1025,), 32, dtype=torch.uint8)}))
-    assert STATE not in open_checkpoint(source).quant_states
-    with pytest.raises(SourceError, match="has no quant_state"):
-        dequantize(source, tmp_path / "out")
 
 
 def test_values_of_a_table_are_their_own_nearest() -> None:

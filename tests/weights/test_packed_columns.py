@@ -175,13 +175,6 @@ def test_the_plan_says_what_is_made_anew(tmp_path: Path) -> None:
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
 
-def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", gptq(), gptq_config())
-    compress(source, tmp_path / "out", "int4", group_size="32", asymmetric=True)
-    found = small_checkpoints.read(tmp_path / "out")
-    assert torch.equal(found[f"{Q}.weight_zero_point"].unique(), torch.tensor([0x88888888 - (1 << 32)]))
-
-
 def changed(last: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], object]:
     return lambda weights: weights.update({f"{Q}.{last}": change(weights[f"{Q}.{last}"]).contiguous()})
 
