@@ -107,18 +107,6 @@ def test_a_journal_that_says_of_weights_what_none_says(out: Path, facts: Any) ->
     assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
 
 
-def test_a_journal_that_is_no_file_or_endless(source: Path, out: Path) -> None:
-    journal = out / JOURNAL
-    journal.unlink()
-    for plant in (lambda: os.mkfifo(journal), journal.touch):
-        plant()
-        if journal.is_file():
-            os.truncate(journal, 1 << 40)
-        with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
-            compress(source, out, overwrite=True)
-        journal.unlink()
-
-
 def test_the_root_of_the_file_system_is_refused_before_anything_is_asked_for(run: Run) -> None:
     done = run("-m", "org/name", "-o", "/", HF_ENDPOINT="http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (2, "")

@@ -77,6 +77,8 @@ HEADERS: list[tuple[bytes, str]] = [
     (of(entry(b"a", [33, 2], kind=2)), "m.gguf: a is [2, 33], and Q4_0 has blocks of 32"),
     (of(entry(b"a", [4], kind=777)), "m.gguf: a has the type 777, which the installed gguf does not decode"),
     (of(entry(b"a", [4], kind=26)), "m.gguf: a has the type 26, which the installed gguf does not decode"),
+    (of(entry(b"a", [1 << 63] * 4)), None),
+    (of(entry(b"a*", [4])), "m.gguf: 'a*' is not a possible name of a tensor"),
     (of(entry(b"a", [4], offset=4), data=64), "m.gguf: a starts at 4, which is no multiple of 32"),
     (of(entry(b"a", [4]), entry(b"a", [4], offset=32), data=100), "m.gguf holds a twice"),
     (of(entry(b"a", [9]), entry(b"b", [4], offset=32), data=100), "m.gguf: b overlaps the tensor before it"),
@@ -126,6 +128,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"block_count": 100}, "m.gguf claims 100 layers and 1 experts, and holds 21 tensors"),
     ("llama", {"block_count": 3}, "m.gguf lacks blk.2."),
     ("llama", {"block_count": 1}, "m.gguf holds blk.1.attn_norm.weight, blk.1.ffn_norm.weight, blk.1.attn_q.weight and 6 more, which LlamaForCausalLM has no place for"),
+    ("llama", {"rope.dimension_count": "x"}, "m.gguf: llama has heads of 'x' dimensions"),
     ("llama", {"feed_forward_length": 256}, "m.gguf: blk.0.ffn_gate.weight is [512, 256], but model.layers.0.mlp.gate_proj.weight of LlamaForCausalLM is made from [256, 256]"),
     ("llama", {"attention.head_count_kv": 2}, "m.gguf: blk.0.attn_k.weight is [128, 256], but model.layers.0.self_attn.k_proj.weight of LlamaForCausalLM is made from [256, 256]"),
     ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "m.gguf: llama.attention.layer_norm_rms_epsilon is nan, which its tensors contradict"),
@@ -215,6 +218,19 @@ def test_nothing_is_left_of_what_is_refused(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SourceError):
         open_gguf(tmp_path / "m.gguf")
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+
+    class Truncates(openquant.Reporter):
+        def on_plan(self, *_: object) -> None:
+            with (tmp_path / "m.gguf").open("r+b") as file:
+                file.truncate(100_000)
+
+    with pytest.raises(SourceError, match="m.gguf changed while it was being converted"):
+        openquant.dequantize(tmp_path / "m.gguf", tmp_path / "out", reporter=Truncates())
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_other_tensors_of_the_same_name_in_two_parts_are_refused(tmp_path: Path) -> None:
