@@ -80,6 +80,7 @@ NIGHTLY = (
     "evaluation/test_eval_resume.py::test_a_run_that_is_ended_twice_gives_the_same_bytes",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
     "fit/test_fit_verb.py::test_scoring_that_is_killed_continues_and_gives_the_same_scores",
+    "formats/test_compiled.py::test_without_a_cache_loops_are_compiled_again",
     "serve/test_draft_entry.py::test_the_tool_prints_a_draft",
     "serve/test_serve.py::test_answers",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",

@@ -18,7 +18,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 # Columns below a row that is too long for one line begin so far to the right.
 _BENEATH = 6
@@ -43,15 +46,21 @@ def fill_template(name: str, values: Mapping[str, Any], filters: Mapping[str, An
     Args:
         name: name of its file.
         values: the variables of the template.
-        filters: filters that the template uses.
-        settings: more settings of jinja's environment.
+        filters: filters that the template uses, the same in every call.
+        settings: more settings of jinja's environment, the same in every call.
     """
     # Only here: it takes 50 ms to import, and the page in the browser has none.
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, **settings)
-    environment.filters.update(filters)
-    return environment.from_string(read_part(name)).render(values)
+    if name not in _templates:
+        environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, **settings)
+        environment.filters.update(filters)
+        _templates[name] = environment.from_string(read_part(name))
+    return _templates[name].render(values)
+
+
+# By name, those that were compiled: a run fills the card twice, and to compile it takes half of a small conversion.
+_templates: dict[str, Template] = {}
 
 
 @cache

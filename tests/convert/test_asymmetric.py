@@ -19,8 +19,7 @@ from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
-from support.quantized_checkpoints import INT4 as SYMMETRIC
-from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, int4, is_layer, store
+from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
 from support.representatives import in_all_ways
 from support.rows import for_each
 from support.small_checkpoints import change_weights
@@ -67,21 +66,6 @@ def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: 
     again = small_checkpoints.read(tmp_path / "again")
     assert set(again) == set(found)
     assert all(same(again[name], tensor) for name, tensor in found.items())
-
-
-def test_codes_under_one_zero_stay_as_they_are(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", int4, SYMMETRIC)
-    compress(source, tmp_path / "out", "int4", asymmetric=True, group_size="32")
-    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
-    for name in filter(lambda name: name.endswith(".weight_packed"), stored):
-        module = name.removesuffix(".weight_packed")
-        assert same(found[name], stored[name])
-        assert same(found[f"{module}.weight_scale"], stored[f"{module}.weight_scale"])
-        assert (found[f"{module}.weight_zero_point"] == 0x88888888 - (1 << 32)).all()
-    for root in (source, tmp_path / "out"):
-        dequantize(root, tmp_path / f"plain-{root.name}")
-    plain = [small_checkpoints.read(tmp_path / f"plain-{name}") for name in ("source", "out")]
-    assert all(torch.equal(plain[0][name], plain[1][name]) for name in plain[0])
 
 
 def test_codes_with_zero_points_are_made_anew_without(tmp_path: Path) -> None:
@@ -136,16 +120,3 @@ def test_the_plan_says_what_cannot_load_it() -> None:
     # 128 rows of k_proj and v_proj are two heads.
     assert summary.parallel_sizes(plan) == [1, 2]
     assert summary.schemes(plan_of(EXAMPLE, 4)) == {INT4_SHIFTED: 20, INT4_SHIFTED_32: 8}
-
-
-def test_rows_that_do_not_fill_words_of_zero_points(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        for part in ("gate", "up"):
-            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
-            weights[name] = weights[name][:132].clone()
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        weights[name] = weights[name][:, :132].clone()
-    plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-    assert plan.decisions.of(UP).why == "132 rows do not divide into words of 8 zero points"
-    assert plan.decisions.of(UP).scheme is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
 import os
 import shutil
@@ -15,11 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from conftest import tree
 from openquant import compress, dequantize, verify
-from openquant import run as running
 from openquant.errors import PlanError, SourceError
 from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
@@ -35,8 +32,6 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 from openquant.patterns import compile_any
-from openquant.plan.layout import ShardLayout
-from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
 from support.representatives import everything, in_all_ways
@@ -185,9 +180,8 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
 ) -> None:
     source = shelf.source("Qwen3MoeForCausalLM", 4)
     compress(source, tmp_path / "one", scheme.name, workers=1)
-    for workers in (7,):
-        compress(source, tmp_path / str(workers), scheme.name, workers=workers)
-        assert tree(tmp_path / str(workers)) == tree(tmp_path / "one")
+    compress(source, tmp_path / "seven", scheme.name, workers=7)
+    assert tree(tmp_path / "seven") == tree(tmp_path / "one")
 
     source = shelf.source("Llama4ForCausalLM", 2)
     compress(source, tmp_path / "whole", scheme.name)
@@ -197,7 +191,7 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
     assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
 
 
-@for_each("value", [float("nan"), float("inf"), float("-inf")])
+@for_each("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value: float) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -269,13 +263,12 @@ LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
 LARGEST |= {number: 1 - 2.0**-bits for number, bits in INTEGERS.items()}
 
 
-@for_each("dtype", ["bfloat16"])
-def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path, dtype: str) -> None:
+def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path) -> None:
     name, hint = (
         "model.layers.1.mlp.up_proj.weight",
         "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
     )
-    weights, source = small_checkpoints.tensors("Qwen3ForCausalLM", dtype=dtype), tmp_path / "source"
+    weights, source = small_checkpoints.tensors("Qwen3ForCausalLM"), tmp_path / "source"
     for limit in set(LARGEST.values()):
         limit *= 2.0**127
         schemes = [
@@ -354,58 +347,6 @@ def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
     assert b"base_model: org/name\n" in found["README.md"]
 
 
-def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
-    from openquant import run
-
-    convert = run.convert
-
-    def shrink_first(*arguments: object, **options: object) -> None:
-        os.truncate(source / "model.safetensors", 5000)
-        convert(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(run, "convert", shrink_first)
-    with pytest.raises(SourceError, match="model.safetensors changed while it was being converted"):
-        compress(source, tmp_path / "out")
-
-
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """One matrix of 134 MB, in a process of its own for each scheme."""
-    source = small_checkpoints.write(
-        tmp_path / "source",
-        weights={"model.layers.0.mlp.down_proj.weight": torch.zeros(4096, 16384, dtype=torch.bfloat16)},
-    )
-    code = (
-        "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=2);"
-        "assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys(); print(r.peak_rss_bytes)"
-    )
-    for scheme in [*STORED][::2]:
-        command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme]
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        assert peak < 120e6, scheme
-        shutil.rmtree(tmp_path / "out")
-
-
-def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand shards with thousands of experts each, what is known of one takes megabytes."""
-    source = small_checkpoints.write(tmp_path / "source", shards=8)
-
-    def layouts() -> int:
-        gc.collect()
-        return sum(type(found) is ShardLayout for found in gc.get_objects())
-
-    left = [layouts()]
-    check = running.check_finished
-
-    def look(root: Path, plan: Plan) -> None:
-        left.append(layouts())
-        check(root, plan)
-
-    monkeypatch.setattr(running, "check_finished", look)
-    assert compress(source, tmp_path / "out").shards == 8
-    assert left[1] - left[0] <= 1
-
-
 # Each scheme lies in one of two ways and in one of two dtypes; neighbours, which may be stored alike, otherwise.
 LIMITED = [
     (name, ("wide", "transposed")[number % 2], (torch.bfloat16, torch.float32)[number // 2 % 2])
@@ -443,11 +384,9 @@ def test_max_memory_is_kept(tmp_path: Path, scheme: str, stored: str, dtype: tor
     assert all(peak <= limit for peak, limit in lines), lines
 
 
-@for_each("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
-def test_writes_around_the_page_cache_leave_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
+def test_writes_around_the_page_cache_leave_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours share disk blocks, so their edges go through the cache; pieces of odd sizes, from many threads."""
+    architecture = "Llama4ForCausalLM"
     weights = small_checkpoints.tensors(architecture)
     weights["model.norm.weight"] = torch.ones(257, dtype=torch.bfloat16)
     weights["model.embed_tokens.weight"] = torch.randn(1001, 255).to(torch.bfloat16)
@@ -465,7 +404,7 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
 
     monkeypatch.setattr("openquant.files.shardfile.os.pwrite", count)
     quantized = quantized_by(weights)
-    for name, scheme in [*STORED.items()][architecture.startswith("Llama") :: 2]:
+    for name, scheme in [*STORED.items()][::3]:
         out, cached = tmp_path / name, tmp_path / f"{name}-cached"
         direct.clear()
         compress(source, out, name, workers=4)
@@ -492,25 +431,12 @@ def test_a_joined_set_of_mixed_dtypes(tmp_path: Path) -> None:
 
 
 def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> None:
-    stacked, path = small_checkpoints.tensors("Llama4ForCausalLM"), "model.layers.1.feed_forward.experts"
-    single = {f"{path}.0.gate_proj.weight": torch.ones(128, 256, dtype=torch.bfloat16)}
-    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
-    (source / "model.safetensors").unlink()
-    for first, second in ((stacked, single), (single, stacked)):
-        save_file(first, source / "a.safetensors")
-        save_file(second, source / "b.safetensors")
-        placed = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
-        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
-        with pytest.raises(PlanError) as caught:
-            compress(source, tmp_path / "out")
-        assert caught.value.message == f"{path}.0.gate_proj.weight is also in the stack of experts"
-
-    # Something else of an expert may lie beside the stack.
-    stacked[f"{path}.0.extra_proj.weight"] = torch.ones(4)
-    compress(small_checkpoints.write(tmp_path / "fine", "Llama4ForCausalLM", weights=stacked), tmp_path / "fine-out")
-    stacked["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4)
-    with pytest.raises(PlanError, match=r"q_proj.weight is not a 2-D weight but \[4\]"):
-        compress(small_checkpoints.write(tmp_path / "flat", "Llama4ForCausalLM", weights=stacked), tmp_path / "out")
+    weights, path = small_checkpoints.tensors("Llama4ForCausalLM"), "model.layers.1.feed_forward.experts"
+    weights[f"{path}.0.gate_proj.weight"] = torch.ones(128, 256, dtype=torch.bfloat16)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == f"{path}.0.gate_proj.weight is also in the stack of experts"
 
 
 @for_each("dtype", ["bfloat16", "float16", "float32"])

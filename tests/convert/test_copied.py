@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import run_openquant, tree
+from conftest import tree
 from openquant import compress
 from openquant.convert import conversion
 from openquant.files.output import OutputDirectory
@@ -50,17 +49,6 @@ def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path, monkey
     # Pieces of a tensor are summed up.
     monkeypatch.setattr(conversion, "BUFFER", 512)
     assert compress(source, tmp_path / "pieces").not_finite == FOUND
-
-
-def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
-    note = (
-        f"note: of the tensors that are not quantized {', '.join(f'{name} holds {held}' for name, held in FOUND.items())}"
-        ": with NaN, or infinity in a weight, a model answers NaN\n"
-    )
-    done = run_openquant("compress", "-m", source, "-o", tmp_path / "out")
-    assert (done.returncode, note in done.stdout + done.stderr) == (0, True), done.stderr
-    done = run_openquant("compress", "-m", source, "-o", tmp_path / "other", "--json")
-    assert json.loads(done.stdout)["not_finite"] == FOUND
 
 
 def test_a_run_that_is_continued_names_those_of_finished_shards(

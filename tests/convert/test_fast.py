@@ -13,7 +13,7 @@ from conftest import tree
 from openquant import compress, dequantize
 from openquant.convert import conversion
 from openquant.formats import compiled
-from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, NVFP4, VARIANTS
+from openquant.formats.schemes import BLOCK, INT4_W4A16, NVFP4, VARIANTS
 from support.conversions import Shelf, asking
 from support.representatives import in_all_ways
 
@@ -55,7 +55,7 @@ def test_every_scheme_has_the_bytes_of_a_small_model(
 def test_quantized_sources_are_decoded_to_the_same_bytes(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str]
 ) -> None:
-    for scheme in (BLOCK, CHANNEL, INT4_W4A16, NVFP4):
+    for scheme in (BLOCK, INT4_W4A16, NVFP4):
         here = tmp_path / scheme.name
         monkeypatch.setattr(conversion, "LARGE", 1 << 60)
         stored = shelf.converted("Qwen3ForCausalLM", scheme).output
@@ -80,7 +80,7 @@ def test_compiled_loops_are_loaded_for_large_models_where_the_memory_allows_it(s
         "print('numba' in sys.modules, done.peak_rss_bytes <= (limit or 1 << 40))"
     )
     found = []
-    for large, limit in ((1 << 30, 0), (0, 200_000_000), (0, 400_000_000)):
+    for large, limit in ((1 << 30, 0), (0, 200_000_000), (0, 0)):
         command = [sys.executable, "-c", code, str(source), str(tmp_path / f"{large}-{limit}"), str(large), str(limit)]
         found.append(subprocess.run(command, capture_output=True, text=True, env={**os.environ}).stdout.split())
     assert found == [["False", "True"], ["False", "True"], ["True", "True"]]

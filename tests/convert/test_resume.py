@@ -11,29 +11,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from conftest import ROOT, tree
-from openquant import compress, dequantize
+from openquant import compress
 from openquant import run as running
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.output import Claim, OutputContents, OutputDirectory
-from openquant.files.shardfile import ShardFile
-from openquant.formats.schemes import TENSOR
-from openquant.hub.source import Source, find_source
-from openquant.plan.plan import make_plan
+from openquant.hub.source import Source
 from support import small_checkpoints
-from support.other_tools import KINDS, stored_only
-from support.quantized_checkpoints import store
-from support.random_calibrations import skewed
-from support.rows import for_each
 from support.starting import compressing, finish
 
 SHARDS = 5
@@ -75,7 +64,6 @@ def after(owner, name):
         "rename": (os, "replace"),
         "write": (shardfile.ShardFile, "write"),
         "held": (shardfile.ShardFile, "_write_pending"),
-        "fsync": (os, "fsync"),
         "unlink": (os, "unlink"),
     }[moment.split("-")[1]]
 )
@@ -102,9 +90,10 @@ def struck(
 
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
-MOMENTS = [("before-rename", n) for n in (0, 1, 5, 7, 9)] + [("after-rename", n) for n in (0, 3, 6, 8, 9, 10)]
-MOMENTS += [("before-write", n) for n in (0, 1, 30, 40)] + [("before-held", n) for n in (0, 4)]
-MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
+MOMENTS = [
+    *(("before-rename", 0), ("after-rename", 3), ("before-rename", 9), ("after-rename", 10)),
+    *(("before-write", 30), ("before-held", 4)),
+]
 
 
 def test_a_killed_run_continues_to_the_same_bytes(
@@ -126,75 +115,18 @@ def test_a_killed_run_continues_to_the_same_bytes(
             assert tree(out) == whole
 
 
-@for_each("words", ["int4 --asymmetric", "nvfp4-w4a4"])
-def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path, words: str) -> None:
-    out, (scheme, *more) = tmp_path / "out", words.split()
-    assert struck(source, out, "KILL", "after-rename", 3, "--scheme", scheme, *more).returncode == -signal.SIGKILL
+def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path) -> None:
+    out, words = tmp_path / "out", ("--scheme", "int4", "--asymmetric")
+    assert struck(source, out, "KILL", "after-rename", 3, *words).returncode == -signal.SIGKILL
     assert finished(out)
     assert not (out / "config.json").exists()
-    options = {option.removeprefix("--"): True for option in more}
-    assert compress(source, out, scheme, **options).resumed  # type: ignore[arg-type]
-    compress(source, tmp_path / "whole", scheme, **options)  # type: ignore[arg-type]
+    assert compress(source, out, "int4", asymmetric=True).resumed
+    compress(source, tmp_path / "whole", "int4", asymmetric=True)
     assert tree(out) == tree(tmp_path / "whole")
 
 
-def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(tmp_path: Path, source: Path) -> None:
-    """Where its first rank died, the next run takes the directory although another rank still writes there."""
-    plan = make_plan(open_checkpoint(source), TENSOR)
-    layout = plan.layout.lay_out(plan.layout.shards[0].name)
-    shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
-    out, body = tmp_path / "out", np.ones(layout.size - len(layout.header), np.uint8)
-
-    def begin() -> tuple[Claim, ShardFile]:
-        claim = Claim(out, OutputContents(plan.digest, shards, {}), overwrite=False)
-        output = claim.directory
-        return claim, ShardFile(layout.name, layout.header, layout.size, output, lambda _: None, lambda _: None)
-
-    with ExitStack() as stack:
-        first, _ = begin()
-        stack.enter_context(first)
-        _, early = begin()
-        early.open()
-        assert first._lock is not None
-        fcntl.flock(first._lock, fcntl.LOCK_UN)
-        again, file = begin()
-        stack.enter_context(again)
-        file.open()
-        _, late = begin()
-        late.open()
-        with pytest.raises(OutputError, match="No such file or directory"):
-            early.write(body, len(layout.header))
-        assert not (out / layout.name).exists()
-
-        # Whole, and what the next run would write.
-        late.write(body, len(layout.header))
-        file.write(body, len(layout.header))
-        assert (out / layout.name).read_bytes() == layout.header + body.tobytes()
-
-
-def test_a_shard_that_is_gone_at_the_end(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, shard = tmp_path / "out", "model-00002-of-00005.safetensors"
-    publish = OutputDirectory.publish
-
-    def lose(output: OutputDirectory, name: str) -> None:
-        publish(output, name)
-        if name == "config.json":
-            (out / shard).unlink()
-
-    monkeypatch.setattr(OutputDirectory, "publish", lose)
-    with pytest.raises(SourceError) as caught:
-        compress(source, out)
-    assert caught.value.message == f"{shard} is missing from {out}"
-    assert not json.loads((out / ".openquant.json").read_text())["done"]
-    monkeypatch.undo()
-    compress(source, out)
-    assert tree(out) == whole
-
-
 def test_an_interrupted_run_exits_130_and_continues(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
-    for how, moment, count in (("INT", "before-rename", 3), ("TERM", "before-write", 30), ("INT", "before-write", 30)):
+    for how, moment, count in (("INT", "before-rename", 3), ("TERM", "before-write", 30)):
         out = tmp_path / f"{how}-{moment}"
         stopped = struck(source, out, how, moment, count)
         assert stopped.returncode == 130, stopped.stderr
@@ -212,8 +144,7 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     out = tmp_path / "whole"
     (out / "notes.txt").write_text("mine")
     times = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
-    command = [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out]
-    again = subprocess.run(command, capture_output=True, text=True)
+    again = finish(compressing(["-m", source, "-o", out], os.environ))
     assert again.returncode == 0
     assert (
         f"{out} is already complete; nothing was written (headers, index and config were checked, codes were not; openquant "
@@ -257,20 +188,13 @@ def test_a_file_lost_from_a_finished_directory_is_made_again(
             (out / name).write_bytes(damaged)
 
 
-def test_a_shortened_shard_of_an_unfinished_directory_is_made_again(
+def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
-    out, journal = tmp_path / "whole", ".openquant.json"
-    (out / journal).write_text(json.dumps({**json.loads(whole[journal]), "done": False}))
-    (out / "model-00003-of-00005.safetensors").unlink()
-    os.truncate(out / "model-00001-of-00005.safetensors", 100)
-    assert compress(source, out).resumed
-    assert tree(out) | {journal: b""} == whole | {journal: b""}
-
-    # What was changed since it was written is no fault of ours.
+    out = tmp_path / "whole"
+    (out / ".openquant.json").write_text(json.dumps({**json.loads(whole[".openquant.json"]), "done": False}))
     next(out.glob("*.safetensors")).unlink()
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
+    (out / "config.json").write_text(json.dumps({**json.loads(whole["config.json"]), "model_type": "other"}))
     with pytest.raises(OutputError) as caught:
         compress(source, out)
     assert caught.value.message == (
@@ -278,8 +202,6 @@ def test_a_shortened_shard_of_an_unfinished_directory_is_made_again(
         "of it"
     )
     assert caught.value.hint == "if something changed it since, replace it with --overwrite"
-    compress(source, out, overwrite=True)
-    assert tree(out) == whole
 
 
 def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
@@ -328,7 +250,7 @@ def test_what_is_overwritten_first_is_no_model_and_stays_ours(
     order += [*finished(tmp_path / "whole"), ".openquant.json"]
     assert set(order) == whole.keys()
     compress(source, tmp_path / "fresh", "block")
-    for count in (0, 1, 4, 9):
+    for count in (0, 4):
         out = tmp_path / f"out{count}" / "whole"
         shutil.copytree(tmp_path / "whole", out)
         with subtests.test(count=count):
@@ -384,16 +306,6 @@ def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, so
     assert names[-2:] == ["config.json", ".openquant.json"]
 
 
-def test_a_working_directory_that_is_not_ours_is_refused(tmp_path: Path, source: Path) -> None:
-    (tmp_path / "out" / ".openquant").mkdir(parents=True)
-    (tmp_path / "out" / ".openquant" / "big.partial").write_text("mine")
-    with pytest.raises(OutputError) as caught:
-        compress(source, tmp_path / "out")
-    held = f"{tmp_path / 'out'} is not empty and was not made by openquant: it holds .openquant/big.partial"
-    assert caught.value.message == held
-    assert (tmp_path / "out" / ".openquant" / "big.partial").read_text() == "mine"
-
-
 def test_a_finished_directory_keeps_the_user_s_edits(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out = tmp_path / "whole"
     # Leftovers in the source make it no other one.
@@ -446,12 +358,6 @@ def change(source: Path, shard: str) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def replaced(source: Path) -> None:
-    """A copy in its place, as from a backup: the same bytes and times under other inodes."""
-    source.rename(source.parent / "before")
-    shutil.copytree(source.parent / "before", source)
-
-
 def settled(out: Path) -> dict[str, bytes]:
     """What has its final name."""
     return {name: data for name, data in tree(out).items() if not name.startswith(".openquant/")}
@@ -461,79 +367,27 @@ def finished(out: Path) -> list[str]:
     return sorted(path.name for path in out.glob("*.safetensors"))
 
 
-def test_a_source_that_is_only_touched_continues(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+def test_what_was_made_from_another_source_is_made_again(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     struck(source, out, "KILL", "after-rename", 3)
-    before = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
-    assert 0 < len(before) < SHARDS
-    replaced(source)
-    for path in source.iterdir():
-        os.utime(path, (1, 1))
-    assert compress(source, out).resumed
-    found = tree(out)
-    journals = [json.loads(files.pop(".openquant.json")) for files in (found, whole)]
-    assert found == whole
-    assert journals[0]["sources"] == sources(source)
-    assert journals[1]["sources"] != sources(source)
-
-
-def sources(source: Path) -> dict[str, object]:
-    """As the journal has them."""
-    named = find_source(str(source))
-    checkpoint = open_checkpoint(source)
-    return {**named.stamps(checkpoint), **named.digests(checkpoint)}
-
-
-@for_each("moved", ["in place", "replaced"])
-def test_what_was_made_from_another_source_is_made_again(tmp_path: Path, source: Path, moved: str) -> None:
-    out = tmp_path / "out"
-    struck(source, out, "KILL", "after-rename", 3)
-    shard = finished(out)[0]
-    if moved == "replaced":
-        replaced(source)
-    change(source, shard)
+    change(source, finished(out)[0])
     assert compress(source, out).resumed
     compress(source, tmp_path / "fresh")
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
-    """Weights that were damaged, say, and are downloaded again."""
-    weights = {f"model.layers.{layer}.mlp.down_proj.weight": torch.randn(256, 256) for layer in range(3)}
-    source, out = small_checkpoints.write(tmp_path / "source", weights=weights, shards=3), tmp_path / "out"
-    damaged = source / "model-00003-of-00003.safetensors"
-    sound = damaged.read_bytes()
-    damaged.write_bytes(sound[:-4] + b"\xff\xff\xff\x7f")
-    with pytest.raises(SourceError, match="holds NaN or infinity"):
-        compress(source, out, workers=1)
-    before = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
-    assert len(before) == 2
-    damaged.write_bytes(sound)
-    assert compress(source, out).resumed
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-    compress(source, tmp_path / "fresh")
-    assert tree(out) == tree(tmp_path / "fresh")
-
-
-@for_each(("name", "count"), [("generation_config.json", 3), ("README.md", 10)])
-def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: str, count: int) -> None:
-    (source / "README.md").write_text("# A model")
-    out = tmp_path / "out"
-    struck(source, out, "KILL", "after-rename", count)
-    path = source / name
+def test_other_files_may_not_change_either(tmp_path: Path, source: Path) -> None:
+    out, path = tmp_path / "out", source / "generation_config.json"
+    struck(source, out, "KILL", "after-rename", 3)
     times, data = path.stat(), path.read_bytes()
     # Of the same size, and JSON still.
-    path.write_bytes(data.replace(b"0", b"1", 1) if name.endswith(".json") else data[:-1] + b"x")
+    path.write_bytes(data.replace(b"0", b"1", 1))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     before = settled(out)
     with pytest.raises(SourceError) as caught:
         compress(source, out)
     assert caught.value.message == f"{path} changed since {out} was made"
     assert settled(out) == before
-    path.write_bytes(data)
-    compress(source, out)
-    compress(source, tmp_path / "fresh")
-    assert tree(out) == tree(tmp_path / "fresh")
 
 
 def test_a_finished_output_stays_that_of_its_source(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
@@ -580,60 +434,6 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
     compress(source, out)
     compress(source, tmp_path / "fresh")
     assert tree(out) == tree(tmp_path / "fresh")
-
-
-def before(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
-    """Have something happen once the plan is made, before any weight is read."""
-    convert = running.convert
-
-    def then(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(running, "convert", convert)
-        happens()
-        return convert(*arguments, **options)
-
-    monkeypatch.setattr(running, "convert", then)
-
-
-def test_a_shard_that_was_replaced_by_another_is_refused(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read at the planned offsets its tensors are garbage."""
-    shard, out = source / "model-00002-of-00005.safetensors", tmp_path / "out"
-    before(monkeypatch, lambda: shard.write_bytes(shard.read_bytes()[:-1000] + b"\xff" * 1000))
-    with pytest.raises(SourceError) as caught:
-        compress(source, out, workers=1)
-    assert caught.value.message == f"{shard} changed while it was being converted"
-    assert not (out / "config.json").exists()
-
-
-def test_what_a_calibration_found_does_not_fit_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of inputs and smoothed norms lie in the plan: comparing with the source cannot show that it changed."""
-    source = small_checkpoints.write(tmp_path / "source", shards=2)
-    made = skewed(make_plan(open_checkpoint(source), TENSOR), tmp_path / "calibration")
-    shard = "model-00001-of-00002.safetensors"
-    before(monkeypatch, lambda: change(source, shard))
-    with pytest.raises(SourceError) as caught:
-        compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=made)
-    assert caught.value.message == f"{source / shard} changed while it was being converted"
-
-
-def test_what_shapes_were_read_from_may_not_be_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bitsandbytes, whose tensors hold them, the plan has read some."""
-    kind = KINDS["bitsandbytes nf4"]
-    source = store(tmp_path / "source", stored_only(kind.make), kind.config)
-    during(monkeypatch, lambda: os.utime(source / "model.safetensors", (1, 1)))
-    with pytest.raises(SourceError) as caught:
-        dequantize(source, tmp_path / "out")
-    assert caught.value.message == f"{source / 'model.safetensors'} changed while it was being converted"
-
-
-def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path) -> None:
-    names = ("n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型")
-    for name in names:
-        (source / name).write_text("odd")
-    compress(source, tmp_path / "out", copy=names)
-    assert [(tmp_path / "out" / name).read_text() for name in names] == ["odd"] * 5
-    assert compress(source, tmp_path / "out", copy=names).resumed
 
 
 def test_impossible_output_names_are_explained(tmp_path: Path, source: Path) -> None:
@@ -702,9 +502,8 @@ def test_two_runs_into_one_directory(tmp_path: Path, source: Path, whole: dict[s
     assert tree(out) == whole
 
     # Nothing of the other run is removed, whatever this one may replace.
-    (out / ".openquant" / "pushed").mkdir(parents=True)
-    for name in ("x.1.partial", "pushed/record"):
-        (out / ".openquant" / name).write_text("of the running one")
+    (out / ".openquant").mkdir()
+    (out / ".openquant" / "x.1.partial").write_text("of the running one")
     (out / "config.json").unlink()
     with (out / ".openquant" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -26,12 +26,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.html", "c.html", "mine.txt", "new"]
 
 
-def test_the_longest_names_are_written(tmp_path: Path) -> None:
-    name = "\u6a21" * 85
-    write_atomic(tmp_path / name, b"x")
-    assert os.listdir(tmp_path) == [name]
-
-
 def test_a_place_that_is_none_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_place(tmp_path / "a" / "b" / "c.json", "it")
     (tmp_path / "file").write_text("")

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from openquant import compress
-from openquant.errors import OutputError, SourceError
+from openquant.errors import SourceError
 from openquant.files import checkpoint as checkpoints
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.model_files import short_repr
 from openquant.files.shardfile import TensorInfo
 from support import small_checkpoints
 
@@ -67,32 +65,6 @@ def test_every_tensor_is_found_where_the_library_put_it(source: Path) -> None:
         assert found == weight.contiguous().view(torch.uint8).numpy().tobytes()
     assert checkpoint.architecture == "Qwen3ForCausalLM"
     assert list(checkpoint.shards) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
-
-
-def test_files_are_sorted_into_what_belongs_and_what_does_not(source: Path) -> None:
-    belongs = ["LICENSE", "chat_template.jinja", "processor/preprocessor_config.json", ".gitattributes"]
-    leftovers = [
-        "pytorch_model.bin", "pytorch_model.bin.index.json", "a.pth", "optimizer.pt", "last.ckpt", "tf_model.h5",
-        "model.onnx", "model.onnx_data", "model.gguf", "flax_model.msgpack", "extra.safetensors", "consolidated.00.txt",
-        "adapter_config.json", "adapter_model.safetensors",
-        "original/params.json", "consolidated/x.json", "checkpoint-500/trainer_state.json", ".git/config",
-        ".cache/huggingface/x.json", "__pycache__/modeling_custom.pyc",
-    ]  # fmt: skip
-    for name in belongs + leftovers:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(name)
-    checkpoint = open_checkpoint(source)
-    assert set(checkpoint.files) == {*belongs, "config.json", "generation_config.json"}
-    folders = {"original/", "consolidated/", "checkpoint-500/", ".git/", ".cache/", "__pycache__/"}
-    assert set(checkpoint.left_out) == {name for name in leftovers if "/" not in name} | folders
-
-
-def test_a_file_of_git_lfs_s_words_may_belong(source: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\n"
-    (source / "Figure.PNG").write_text(pointer)
-    (source / "NOTICE").write_text(f"A pointer:\n{pointer}")
-    (source / "README.md").write_text("![What was found](Figure.PNG)")
-    assert {"Figure.PNG", "NOTICE"} <= open_checkpoint(source).files.keys()
 
 
 def test_a_repository_lists_only_possible_files(source: Path) -> None:
@@ -182,8 +154,6 @@ DAMAGE: list[tuple[Harm, str, str | None]] = [
     (lambda source: edit_index(source, lambda index: index["weight_map"].pop("lm_head.weight")),
      f"SHARD of lm_head.weight holds lm_head.weight, which SOURCE/{INDEX} does not list", None),
     (twice, "model.norm.weight is in two shards: SHARD of model.norm.weight and model-00004-of-00004.safetensors", None),
-    (places(LONG, "gone" * 100 + ".safetensors"),
-     f"SOURCE/{INDEX} places '{'b' * 100}...' in '{'gone' * 25}...', which is not a plain file name", None),
     (places(LONG, ONE), f"SOURCE/{INDEX} places '{'b' * 100}...' in {ONE}, which does not hold it", None),
     (lambda source: (source / "tokenizer.json").symlink_to("../../blobs/gone"), "tokenizer.json is a broken link",
      AGAIN_ALL),
@@ -223,14 +193,6 @@ def test_a_truncated_shard_is_told(source: Path) -> None:
     }.items():
         name.write_bytes(whole[:keep])
         assert_refused(source, f"{name} {message}")
-
-
-def test_a_config_of_too_many_levels(source: Path) -> None:
-    (source / "config.json").write_text("[" * 100000)
-    with pytest.raises(SourceError, match=re.escape(f"{source}/config.json is not valid JSON: ")) as caught:
-        open_checkpoint(source)
-    # Releases of Python say it in other words.
-    assert caught.value.message.endswith(" while decoding a JSON array from a unicode string")
 
 
 def test_what_is_no_checkpoint_is_told(source: Path, tmp_path: Path) -> None:
@@ -284,11 +246,9 @@ HEADERS = {
     "absurd length": (raw(b"{}", length=2**63), f"x claims a header of {2**63} bytes (2 to 100000000 are allowed)"),
     "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1", "x is a pointer of git-lfs, not the file itself"),
     "a web page": (b"<!DOCTYPE html><html>", "x is a web page, not the file itself"),
-    "a web page without a type": (b"\n<HTML lang=en>", "x is a web page, not the file itself"),
     "not JSON": (raw(b"{nope}"), "x has a broken header: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     "not UTF-8": (raw(b'{"\xff":1}'), "x has a broken header: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
     "not an object": (raw([1, 2]), "x has a header that is not a JSON object"),
-    "UTF-16": (raw('{"a":1}'.encode("utf-16")), "x has a broken header: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     "byte-order mark": (raw(b'\xef\xbb\xbf{"a":1}'), "x has a broken header: Unexpected UTF-8 BOM (decode using utf-8-sig): line 1 column 1 (char 0)"),
     "half a surrogate pair": (raw(b'{"\xed\xa0\x80":1}'), "x has a broken header: 'utf-8' codec can't decode byte 0xed in position 2: invalid continuation byte"),
     "metadata: number": (raw({"__metadata__": {"a": 1}}), "x has a __metadata__ that does not map names to strings"),
@@ -313,19 +273,12 @@ HEADERS = {
     "beyond the file": (raw({"a": F32}, b"0" * 7), "x is truncated: it has 76 bytes, its header says 77"),
     "bytes nobody owns": (raw({"a": F32}, b"0" * 9), "x is followed by bytes that no tensor owns: it has 78 bytes, its header says 77"),
     "a name that a terminal obeys": (raw({"a\x1b[2J": F32}, b"0" * 8), "x: 'a\\x1b[2J' is not a possible name"),
-    "a name for no terminal at all": (raw({"a" * 2000: F32}, b"0" * 8), f"x: '{'a' * 100}...' is not a possible name"),
-    "an empty name": (raw({"": F32}, b"0" * 8), "x: '' is not a possible name"),
     "braces in a name": (raw({"model.layers.{0..3}.mlp.up_proj.weight": F32}, b"0" * 8), "x: 'model.layers.{0..3}.mlp.up_proj.weight' is not a possible name"),
-    "half a brace in a name": (raw({"a}": F32}, b"0" * 8), "x: 'a}' is not a possible name"),
     "a star in a name": (raw({"model.layers.*.weight": F32}, b"0" * 8), "x: 'model.layers.*.weight' is not a possible name"),
-    "an expression as a name": (raw({"re:.*": F32}, b"0" * 8), "x: 're:.*' is not a possible name"),
     "a shape of many axes": (raw({"a": entry("F32", [1] * 65, 0, 4)}, b"0" * 4), "x: a has the impossible shape [1, 1, 1, 1, 1, 1, ...]"),
     "a shape whose product takes hours": (raw(b'{"a":{"dtype":"F32","shape":[' + b",".join([b"9" * 4000] * 60) + b'],"data_offsets":[0,4]}}', b"0" * 4), "x: a has the impossible shape [" + f"{'9' * 18}...{'9' * 19}, " * 6 + "...]"),
-    "a shape of the largest sizes": (raw({"a": entry("F32", [2**63 - 1] * 3, 0, 4)}, b"0" * 4), f"x: a spans 4 bytes, F32 [{2**63 - 1}, {2**63 - 1}, {2**63 - 1}] needs {short_repr(4 * (2**63 - 1) ** 3)}"),
     "a size of 64 bits": (raw({"a": entry("F32", [2**63], 0, 4)}, b"0" * 4), "x: a has the impossible shape [9223372036854775808]"),
-    "a shape of shapes": (raw(b'{"a":{"dtype":"F32","shape":' + b"[" * 900 + b"]" * 900 + b',"data_offsets":[0,4]}}', b"0" * 4), "x: a has the impossible shape [[[[[[[...]]]]]]]"),
     "an offset of 64 bits": (raw({"a": entry("F32", [1], 0, 2**63)}, b"0" * 4), f"x: a has impossible data_offsets [0, {2**63}]"),
-    "an offset beyond numbers": (raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}', b"0" * 4), "x: a has impossible data_offsets [0, inf]"),
     "no tensors": (raw({}), None),
 }  # fmt: skip
 
@@ -348,7 +301,6 @@ def test_a_header_that_lies_is_told(subtests: pytest.Subtests, tmp_path: Path) -
 HOSTS = {
     "entries": b'{"a":' + b'{},"a":' * 7_700_000 + b"{}}",
     "sizes": b'{"a":{"shape":[1' + b",1" * 8_100_000 + b"]}}",
-    "metadata": b'{"__metadata__":{"a":""' + b',"a":""' * 4_100_000 + b"}}",
 }
 
 
@@ -369,39 +321,3 @@ def test_a_header_for_more_tensors_than_any_model_has(subtests: pytest.Subtests,
 def test_shards_of_more_tensors_than_any_model_has(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "MAX_TENSORS", 20)
     assert_refused(source, f"{source} holds more than 20 tensors")
-
-
-@pytest.fixture
-def nobody() -> Iterator[Path]:
-    """A directory for anyone, and a user who is not root."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)
-        user = os.geteuid()
-        # The package itself, and what it imports, may lie where that user cannot read.
-        compress(small_checkpoints.write(Path(folder) / "first"), Path(folder) / "of-first")
-        if user == 0:
-            os.seteuid(65534)
-        try:
-            yield Path(folder)
-        finally:
-            os.seteuid(user)
-
-
-def test_what_nobody_may_read_or_write_is_told(nobody: Path) -> None:
-    source = small_checkpoints.write(nobody / "source", shards=3)
-    for name in ("config.json", TWO, INDEX):
-        mode = (source / name).stat().st_mode
-        (source / name).chmod(0)
-        hint = "check the file and its permissions"
-        assert_refused(source, f"{source / name} cannot be read: Permission denied", hint)
-        (source / name).chmod(mode)
-
-    (nobody / "shut").mkdir(mode=0o500)
-    with pytest.raises(OutputError, match="shut/out cannot be written: Permission denied"):
-        compress(source, nobody / "shut" / "out")
-
-    locked = small_checkpoints.write(nobody / "locked" / "source")
-    (nobody / "locked").chmod(0)
-    with pytest.raises(SourceError, match="locked/source cannot be read: Permission denied"):
-        compress(locked, nobody / "out")
-    (nobody / "locked").chmod(0o700)

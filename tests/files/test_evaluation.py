@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,8 +24,6 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.model_files import EVALUATION_FILES
 from support import small_checkpoints
 from support.evaluation_files import evaluate, evaluation
-
-Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture
@@ -66,28 +62,17 @@ BROKEN = [
     (lambda one: one["kl"].pop("mean"), "has no kl.mean"),
     (lambda one: one["kl"].update(mean="0.1"), "kl.mean is '0.1', which"),
     (lambda one: one["kl"].update(mean=math.nan), "kl.mean is nan, which"),
-    (lambda one: one["kl"].update(mean=-math.inf), "kl.mean is -inf, which"),
-    (lambda one: one["kl"].update(mean=True), "kl.mean is True, which"),
     (lambda one: one["kl"].update(mean=10**400), "kl.mean is 1000"),
     (lambda one: one["kl"].update(interval=[0.1, None]), "kl.interval[1] is None, which"),
-    (lambda one: one.update(kl=[]), "kl is [], which"),
     (lambda one: one["kl_by_domain"].append({"domain": 5}), "kl_by_domain[2].domain is 5, which"),
     (lambda one: one["kl_by_domain"][0].update(positions=-1), "kl_by_domain[0].positions is -1, which"),
-    (lambda one: one["kl_by_domain"][0].update(positions=1.5), "kl_by_domain[0].positions is 1.5, which"),
-    (lambda one: one.update(verdict=None), "verdict is None, which"),
     (lambda one: one.update(verdict="x" * (1 << 20) + "x"), "verdict is 'xxx"),
     (lambda one: one.update(reasons=[""] * (MAX_ITEMS + 1)), "reasons is ['', "),
-    (lambda one: one["layers"][0].update(floor="low"), "layers[0].floor is 'low', which"),
     (lambda one: one["texts"][0].update(differs_at=-1), "texts[0].differs_at is -1, which"),
     (lambda one: one["kl"].update(interval=[0.1]), "kl.interval is [0.1], which"),
-    (lambda one: one["perplexity"].update(interval=[1, 2, 3]), "perplexity.interval is [1, 2, 3], which"),
     (lambda one: one["kl_histogram"]["floor"].pop(), "kl_histogram.floor is [0.03, "),
-    (lambda one: one["kl_histogram"]["output"].append(0.1), "kl_histogram.output is [0.0, "),
-    (lambda one: one["kl_histogram"].update(edges=[]), "kl_histogram.edges is [], which"),
     (lambda one: one["kl_histogram"].update(edges=[1.0, 0.5]), "kl_histogram.edges is [1.0, 0.5], which"),
-    (lambda one: one["kl_histogram"].update(edges=[0, 0.5]), "kl_histogram.edges is [0, 0.5], which"),
     (lambda one: one["kl_by_domain"][0].update(kl=1e308), "kl_by_domain[0].kl is 1e+308, which"),
-    (lambda one: one["layers"][0].update(distance=-1e200), "layers[0].distance is -1e+200, which"),
 ]
 
 
@@ -100,14 +85,6 @@ def test_what_is_no_evaluation_is_named(subtests: pytest.Subtests) -> None:
                 check_evaluation(damaged)
             assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
             assert raised.value.hint == "run openquant eval again, or remove it"
-
-
-def test_what_may_be_null_or_missing() -> None:
-    one = evaluation()
-    one["kl"]["interval"] = one["kl_by_confidence"][0]["kl"] = None
-    del one["layers"][0]["floor"]
-    one["something"] = "else"
-    assert check_evaluation(one) is one
 
 
 def test_files_that_are_no_json(out: Path) -> None:
@@ -157,21 +134,9 @@ def test_an_evaluated_output_is_complete_and_verified(source: Path, out: Path) -
     assert verify(out).problems == ()
 
 
-def test_an_evaluated_output_that_lost_a_file_is_completed(source: Path, out: Path) -> None:
-    put_all(out)
-    before = tree(out)
-    (out / "model.safetensors").unlink()
-    assert compress(source, out).resumed
-    assert tree(out).keys() == before.keys()
-
-
-def test_overwriting_removes_the_evaluation(source: Path, out: Path) -> None:
-    put_all(out)
-    compress(source, out, "block", overwrite=True)
-    assert not set(tree(out)) & set(EVALUATION_FILES)
-
-
-def test_an_evaluation_of_the_source_is_not_copied(out: Path, tmp_path: Path) -> None:
+def test_an_evaluation_of_the_source_is_neither_copied_nor_kept(source: Path, out: Path, tmp_path: Path) -> None:
     put_all(out)
     dequantize(out, tmp_path / "back")
     assert not set(tree(tmp_path / "back")) & set(EVALUATION_FILES)
+    compress(source, out, "block", overwrite=True)
+    assert not set(tree(out)) & set(EVALUATION_FILES)

@@ -56,18 +56,6 @@ def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
         Fingerprint(checkpoint).hexdigest()
 
 
-def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "root")
-    checkpoint = open_checkpoint(root)
-    found, [shard] = Fingerprint(checkpoint).hexdigest(), checkpoint.shards
-    file = InMemory(root / shard, hashlib.sha256((root / shard).read_bytes()).hexdigest())
-    file.data = b""
-    (root / shard).unlink()
-    seen = Fingerprint(checkpoint, {shard: file}, "org/name@0123")
-    seen.add(shard, root / shard)
-    assert seen.hexdigest() == found
-
-
 def test_any_other_byte_is_another_checkpoint(tmp_path: Path) -> None:
     one = small_checkpoints.write(tmp_path / "one")
     found = {Fingerprint(open_checkpoint(one)).hexdigest()}
@@ -80,10 +68,10 @@ def test_any_other_byte_is_another_checkpoint(tmp_path: Path) -> None:
     [shard] = checkpoint.shards
     whole = (one / shard).read_bytes()
     start = min(place.offset for place in checkpoint.where.values())
-    for place in range(start, len(whole), (len(whole) - start) // 20):
+    for place in range(start, len(whole), (len(whole) - start) // 5):
         (one / shard).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         found.add(Fingerprint(open_checkpoint(one)).hexdigest())
-    assert len(found) == 3 + 21
+    assert len(found) == 3 + 6
 
 
 def test_the_stamp_needs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +108,13 @@ def test_a_shard_that_changed_is_named(tmp_path: Path) -> None:
     Fingerprint(checkpoint, None, "org/name@01").require_unchanged()
 
 
-def test_no_pipe_is_waited_for(tmp_path: Path) -> None:
+def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "root")
     checkpoint = open_checkpoint(root)
-    [shard] = checkpoint.shards
+    found, [shard] = Fingerprint(checkpoint).hexdigest(), checkpoint.shards
+    file = InMemory(root / shard, hashlib.sha256((root / shard).read_bytes()).hexdigest())
+    file.data = b""
     (root / shard).unlink()
-    os.mkfifo(root / shard)
-    with pytest.raises(SourceError, match=f"^{root / shard} is not a regular file$"):
-        Fingerprint(checkpoint).hexdigest()
+    seen = Fingerprint(checkpoint, {shard: file}, "org/name@0123")
+    seen.add(shard, root / shard)
+    assert seen.hexdigest() == found

@@ -13,7 +13,7 @@ import pytest
 from conftest import Run, change_json, tree
 from openquant import compress
 from openquant.errors import OutputError
-from openquant.files.destination import WeightFacts, facts_in, finished_files, read_journal
+from openquant.files.destination import WeightFacts, finished_files, read_journal
 from openquant.files.output import Claim, OutputContents
 from support import small_checkpoints
 from support.rows import for_each
@@ -45,7 +45,7 @@ def home(tmp_path: Path) -> Path:
     return root
 
 
-LINKS = [*("assets", "assets/vocab.txt", "config.json", "notes", ".openquant.json", ".openquant", ".openquant/lock")]
+LINKS = ("assets", "config.json", ".openquant.json", ".openquant/lock")
 
 
 def test_a_link_in_an_output_is_refused_at_the_start(subtests, source, out, home, tmp_path):
@@ -60,29 +60,13 @@ def test_a_link_in_an_output_is_refused_at_the_start(subtests, source, out, home
             link.unlink(missing_ok=True)
             link.symlink_to(home / "d" if name.startswith("assets") else home / "d" / "credentials.json")
 
-            for use in (
-                partial(compress, source),
-                partial(compress, source, scheme="block", overwrite=True),
-                finished_files,
-            ):
+            for use in (partial(compress, source, scheme="block", overwrite=True), finished_files):
                 with pytest.raises(OutputError) as caught:
                     use(planted)
                 assert caught.value.message == f"{planted / name} is a link"
                 assert caught.value.hint == "put the file itself there, or move the link away"
             assert tree(home) == before
             shutil.rmtree(planted)
-
-
-def test_files_of_somebody_else_are_not_replaced(source: Path, out: Path) -> None:
-    (out / "config.json").rename(out / "kept")
-    (out / "config.json").mkdir()
-    (out / "strange.safetensors").touch()
-    for name, overwrite in (("config.json", False), ("config.json", True), ("strange.safetensors", True)):
-        with pytest.raises(OutputError) as caught:
-            compress(source, out, overwrite=overwrite)
-        assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
-        if overwrite and name == "config.json":
-            (out / "config.json").rmdir()
 
 
 def test_the_output_itself_may_be_a_link(tmp_path: Path, source: Path, out: Path) -> None:
@@ -123,33 +107,11 @@ def test_a_journal_that_says_of_weights_what_none_says(out: Path, facts: Any) ->
     assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
 
 
-def test_a_journal_of_an_earlier_version_says_nothing_of_weights(out: Path) -> None:
-    change_json(out / JOURNAL, lambda journal: journal.pop("weights"))
-    journal = read_journal(out)
-    assert journal is not None
-    assert facts_in(journal) is None
-
-
-def test_a_journal_that_is_no_file_or_endless(source: Path, out: Path) -> None:
-    journal = out / JOURNAL
-    journal.unlink()
-    for plant in (lambda: os.mkfifo(journal), journal.touch):
-        plant()
-        if journal.is_file():
-            os.truncate(journal, 1 << 40)
-        with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
-            compress(source, out, overwrite=True)
-        journal.unlink()
-
-
 def test_the_root_of_the_file_system_is_refused_before_anything_is_asked_for(run: Run) -> None:
-    for model in ("org/name", "."):
-        done = run("-m", model, "-o", "/", HF_ENDPOINT="http://127.0.0.1:9")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert (
-            done.stderr
-            == "error: the output / is the root of the file system\nhint: choose another directory with -o\n"
-        )
+    done = run("-m", "org/name", "-o", "/", HF_ENDPOINT="http://127.0.0.1:9")
+    assert (done.returncode, done.stdout) == (2, "")
+    told = "error: the output / is the root of the file system\nhint: choose another directory with -o\n"
+    assert done.stderr == told
 
 
 def test_an_output_may_not_hold_the_source(tmp_path: Path, source: Path) -> None:
@@ -213,14 +175,6 @@ def test_what_is_overwritten_counts_as_free(tmp_path, source, out, monkeypatch):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    root = tmp_path / "out"
-    with claim(root) as claimed, pytest.raises(OutputError) as caught:
+    with claim(tmp_path / "out") as claimed, pytest.raises(OutputError) as caught:
         claimed.directory.copy(tmp_path / "missing", "README.md")
-    assert (caught.value.message, caught.value.hint) == (
-        f"{tmp_path / 'missing'} cannot be read: No such file or directory",
-        "check the file and its permissions",
-    )
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError) as caught:
-        read_journal(tmp_path / "file")
-    assert caught.value.message == f"{tmp_path / 'file' / JOURNAL} cannot be read: Not a directory"
+    assert caught.value.message == f"{tmp_path / 'missing'} cannot be read: No such file or directory"

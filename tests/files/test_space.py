@@ -16,7 +16,6 @@ from openquant.errors import OutputError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.destination import require_space
 from openquant.report.cells import gigabytes
-from support import small_checkpoints
 
 SIZE = 16 << 20
 
@@ -75,30 +74,6 @@ def test_a_small_disk_is_refused_before_texts_are_run(subtests: pytest.Subtests,
             assert [path.name for path in disk.iterdir()] == ["filler"]
             (disk / "filler").unlink()
             assert run(dry_run=True).notes == planned.notes[:-1]
-
-
-def test_long_texts_need_more_than_the_output(disk: Path) -> None:
-    """Hidden states lie on the disk while they run; the larger of both is what is said."""
-    static: dict[str, Any] = {"activation_scheme": "static", "samples": 64, "length": 512}
-    planned = compress(EXAMPLE, disk / "out", dry_run=True, **static)
-    with pytest.raises(OutputError) as caught:
-        compress(EXAMPLE, disk / "out", reporter=NoPass(), **static)
-    assert caught.value.message == f"{disk} needs {planned.disk_bytes:,} bytes, its disk has {SIZE:,} free"
-    # Two bytes of each of 256 channels of a token, once.
-    assert planned.disk_bytes > 64 * 512 * 256 * 2
-    (note,) = [note for note in planned.notes if "disk" in note]
-    assert note == f"the run needs {gigabytes(planned.disk_bytes)} on the disk of {disk}/out, which has 16.8 MB free"
-
-
-def test_a_dry_run_refuses_the_output_of_another_source(tmp_path: Path) -> None:
-    """Its options are the same."""
-    source = small_checkpoints.write(tmp_path / "source")
-    compress(source, tmp_path / "out")
-    shutil.rmtree(source)
-    small_checkpoints.write(source, dtype="float32")
-    for dry_run in (True, False):
-        with pytest.raises(OutputError, match="out holds the output of another run: other options, another source or"):
-            compress(source, tmp_path / "out", dry_run=dry_run)
 
 
 def test_only_what_is_missing_is_needed(tmp_path: Path) -> None:

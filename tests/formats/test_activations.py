@@ -64,14 +64,6 @@ def test_every_scheme_and_algorithm_of_modelopt_says_what_becomes_of_activations
         assert found.inputs_of("model.layers.0.mlp.up_proj") == inputs, config
 
 
-def test_layers_of_several_groups_have_their_own() -> None:
-    config = CHANNEL.config([], {INT8_W8A16: ["model.layers.0.mlp.up_proj"], INT8_W8A8: ["re:.*k_proj$"]})
-    found = read_quantization({"quantization_config": config})
-    assert found.inputs_of("model.layers.0.mlp.up_proj") is None
-    assert found.inputs_of("model.layers.0.self_attn.k_proj") == ActivationQuantization(INT8, (1, None))
-    assert found.inputs_of("model.layers.0.mlp.down_proj") == ActivationQuantization(E4M3, (1, None))
-
-
 def test_what_is_not_known_stops() -> None:
     for change in (
         {"num_bits": 4},

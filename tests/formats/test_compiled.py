@@ -14,7 +14,7 @@ import pytest
 from openquant.formats import compiled, kernels
 from openquant.formats.format import grid_of
 from openquant.formats.kernels import ColumnRounding
-from openquant.formats.numbers import E2M1, E4M3, INT4
+from openquant.formats.numbers import E4M3, INT4
 from openquant.formats.schemes import VARIANTS
 
 NUMBERS = tuple(dict.fromkeys(scheme.format.number for scheme in VARIANTS))
@@ -23,7 +23,7 @@ GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
     """Beyond the largest code, subnormal, and zero of either sign."""
-    exponents = np.array([1, 64, 127, 252], np.uint32)
+    exponents = np.array([1, 127, 252], np.uint32)
     finite = np.arange(65536, dtype=np.uint16)
     bits = np.tile(finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128), (len(exponents), 1))
     mantissas = np.random.default_rng(0).integers(0, 1 << 23, (len(bits), 1), np.uint32)
@@ -39,7 +39,8 @@ def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
 def test_codes_stand_for_the_same_weights() -> None:
     """All bytes, NaN too, whole groups or not, with zero points or none, and scales that take them beyond float32."""
     rows, cols = 150, 352
-    for number, group, low in itertools.product(NUMBERS, GROUPS, (0, 100)):
+    # Rows of blocks begin within one.
+    for (number, group), low in zip(itertools.product(NUMBERS, GROUPS), itertools.cycle((100, 0)), strict=False):
         generator = np.random.default_rng(low)
         codes = generator.integers(0, 256, (rows, number.nbytes(cols)), np.uint8)
         height = group[0] or low + rows
@@ -73,22 +74,6 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
     for loops, out in zip((kernels, compiled), found, strict=True):
         loops.to_bfloat16(bits.view(np.float32), out)
     np.testing.assert_array_equal(found[1], found[0])
-
-
-def test_the_same_of_several_scales_is_best() -> None:
-    """However many groups there are: of many weights as good as random, which scale is best depends on each sum."""
-    for number, width, groups in itertools.product((INT4, E2M1), (16, 42, 4100), (1, 33, 129)):
-        generator = np.random.default_rng(width * groups)
-        for _ in range(6 if width < 100 else 1):
-            bits = generator.integers(0x3E00, 0x3F80, (groups, width)).astype(np.uint16)
-            usual = np.full(groups, 2 / number.span, np.float32)
-            # As near to each other as float32 can tell.
-            scales = usual * generator.uniform(1 - 2.0**-20, 1 + 2.0**-20, (9, groups)).astype(np.float32)
-            shares = generator.uniform(0, 1, (7, width)).astype(np.float32)
-            for weighed in ((), (shares,)):
-                arguments = bits, "BF16", usual, scales, number, *weighed
-                found, same = (loops.best_scales(*arguments) for loops in (kernels, compiled))
-                np.testing.assert_array_equal(same, found, f"{number.name} {width} {groups}")
 
 
 def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtests) -> None:
@@ -153,16 +138,6 @@ def test_products_of_errors_are_rounded_before_they_are_added() -> None:
         assert not columns.columns.any()
 
 
-def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
-    bits = np.random.default_rng(1).integers(0, 0x4000, (5, 14), np.uint16)
-    for number, width in itertools.product((INT4, E2M1), (2, 7)):
-        scale = kernels.absmax(bits, "BF16", (1, width)) / np.float32(number.span)
-        made = [np.empty((5, 7), np.uint8) for _ in range(2)]
-        for loops, out in zip((kernels, compiled), made, strict=True):
-            loops.encode_stored(bits, "BF16", scale, (1, width), out, number)
-        np.testing.assert_array_equal(made[1], made[0])
-
-
 ALONE = """
 import numpy as np
 from openquant.convert.conversion import loops
@@ -198,21 +173,3 @@ def test_without_a_compiler_loops_are_numpy_s(tmp_path: Path) -> None:
     (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
     assert ran(ALONE, PYTHONPATH=path) == ("numpy\n", "")
-
-
-def test_a_cache_that_is_full_or_damaged_is_done_without(tmp_path: Path) -> None:
-    # A file that may not grow fails as one on a full disk does.
-    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n" + ALONE
-
-    def kept() -> list[Path]:
-        return [path for path in tmp_path.rglob("*") if path.is_file()]
-
-    assert ran(full, NUMBA_CACHE_DIR=str(tmp_path)) == ("compiled\n", "")
-    assert kept() == []
-    assert ran(ALONE, NUMBA_CACHE_DIR=str(tmp_path)) == ("compiled\n", "")
-    sizes = {path: path.stat().st_size for path in kept()}
-    assert {path.suffix for path in sizes} == {".nbi", ".nbc"}
-    for path in sizes:
-        path.write_bytes(path.read_bytes()[:40])
-    assert ran(ALONE, NUMBA_CACHE_DIR=str(tmp_path)) == ("compiled\n", "")
-    assert {path: path.stat().st_size for path in kept()} == sizes

@@ -58,9 +58,3 @@ def test_pieces_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     values[[3, 5]] = [np.inf, -np.inf]
     assert count_non_finite(values.view(np.uint8), "F32") == NonFinite(3, 2)
     assert count_non_finite(np.empty(0, np.uint8), "F32") == NonFinite()
-
-
-def test_what_is_found_is_said_in_words() -> None:
-    assert NonFinite(1, 0).text == "NaN (1 value)"
-    assert NonFinite(0, 2).text == "infinity (2 values)"
-    assert NonFinite(3, 1).text == "NaN (3 values) and infinity (1 value)"

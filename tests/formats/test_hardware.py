@@ -78,12 +78,8 @@ def test_which_arithmetic_a_gpu_has():
 def test_schemes_that_engines_compute_on_a_gpu():
     assert "int6" in schemes_on(["vLLM"], "Ada") and "int6" not in schemes_on(ENGINES, "Ada")
     assert schemes_on(ENGINES, "Turing") == ()
-    assert schemes_on(["vLLM"], "CPU") == ("tensor", "channel", "block", "int8", "int4")
     # No kernel of the CPU is for experts with a scale for each tensor or row in FP8.
     assert schemes_on(["vLLM"], "CPU", experts=True) == ("block", "int8", "int4")
-    # Nothing that only NVIDIA's GPUs have, and no FP8 before RDNA 4.
-    assert {"tensor", "channel", "block", "int6", "int5"}.isdisjoint(schemes_on(["vLLM"], "RDNA 3"))
-    assert "int8" not in schemes_on(["vLLM"], "Blackwell") and "mxfp8" in schemes_on(["vLLM"], "Blackwell")
 
 
 def test_the_document_has_the_tables():

@@ -62,10 +62,10 @@ def signs(weight: torch.Tensor, scheme: Scheme) -> np.ndarray:
     return np.where(positive & (scheme.format.number != E2M1), np.float32(-1), np.float32(1))
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), fused=st.floats(1, 64), weighed=st.booleans())
 def test_no_other_ratio_is_better(seed: int, magnitude: int, fused: float, weighed: bool) -> None:
-    counts, weight = importance(seed) if weighed else None, noise(seed, magnitude=magnitude)
+    counts, weight = importance(seed, 128) if weighed else None, noise(seed, 8, 128, magnitude)
     for scheme in SEARCHED:
         form = scheme.format
         absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
@@ -143,14 +143,6 @@ def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
         assert (found_in(weight, NVFP4, divisor) * divisor).item() == 448
         beside_a_larger = np.full((1, 1), 1024 / magnitude, np.float32)
         assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
-
-
-def test_weights_stay_what_they_are() -> None:
-    for rows in (1, 3):
-        weight = noise(5, rows, 128)
-        before = weight.clone()
-        found_in(weight, INT4_W4A16)
-        assert torch.equal(weight, before)
 
 
 def test_without_a_search_the_largest_weight_makes_the_scale() -> None:

@@ -68,7 +68,7 @@ def torched(weight: torch.Tensor, scale: np.ndarray, zero: np.ndarray) -> tuple[
     return weight, torch.from_numpy(scale), FORM, torch.from_numpy(zero)  # type: ignore[return-value]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-20, 20))
 def test_what_compressed_tensors_makes(seed: int, magnitude: int) -> None:
     weight = skewed(seed, magnitude)
@@ -92,7 +92,7 @@ def test_what_compressed_tensors_makes(seed: int, magnitude: int) -> None:
         assert torch.equal(back, compressor.decompress(theirs, config)["weight"]), scheme.suffix
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-100, 100), dtype=st.sampled_from(["BF16", "F32"]))
 def test_kernels_are_what_torch_computes(seed: int, magnitude: int, dtype: str) -> None:
     weight = skewed(seed, magnitude)
@@ -121,7 +121,7 @@ def test_kernels_are_what_torch_computes(seed: int, magnitude: int, dtype: str) 
         assert (np.abs(out - weight.float().numpy()) <= spread * (1 + 2 * form.number.span / 256)).all(), name
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), weighed=st.booleans())
 def test_no_other_ratio_is_better(seed: int, magnitude: int, weighed: bool) -> None:
     weight = skewed(seed, magnitude, rows=8, cols=256)
@@ -142,15 +142,6 @@ def test_no_other_ratio_is_better(seed: int, magnitude: int, weighed: bool) -> N
         assert np.any([(found[0] == scale) & (found[1] == zero) for scale, zero in tried], axis=0).all(), scheme.suffix
         least = np.min([errors(form, *one) for one in tried], axis=0)
         assert (errors(form, *found) <= least * (1 + 1e-4)).all(), scheme.suffix
-
-
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
-    whole = [of(weight, INT4_SHIFTED, each) for each in (None, counts)]
-    for piece in (1, 300, 4096):
-        monkeypatch.setattr(kernels, "WEIGHTS", piece)
-        for found, each in zip(whole, (None, counts), strict=True):
-            assert all(map(np.array_equal, of(weight, INT4_SHIFTED, each), found)), piece
 
 
 def test_they_are_of_one_config() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,6 @@ from openquant.formats.schemes import (
     CHANNEL,
     INT4_W4A16,
     INT4_W4A16_32,
-    INT4_W4A16_64,
     INT4_W4A16_CHANNEL,
     INT8_W8A8,
     INT8_W8A16,
@@ -66,7 +63,7 @@ def made_of(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.T
     return scale, encode(weight, scale, scheme.format)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), magnitude=st.floats(-30, 30), spread=st.floats(0, 4))
 def test_decoding_gives_the_weight_back_within_half_a_code(seed: int, magnitude: float, spread: float) -> None:
     weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(seed))
@@ -312,35 +309,6 @@ def test_golden_bytes_of_int4() -> None:
     assert words == [[0xFEA98710, 0xF8CB86A8, *[0x88888888] * 14], [0x88888888] * 16]
 
 
-@settings(max_examples=15)
-@given(seed=st.integers(0, 2**31), magnitude=st.integers(-20, 20))
-def test_integers_in_words_are_what_compressed_tensors_makes(seed: int, magnitude: int) -> None:
-    weight = (torch.randn(16, 384, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude).bfloat16()
-    weight[3, :128] = 0
-    for scheme in (scheme for groups in GROUPS for scheme in groups):
-        config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
-        grouped = weight.reshape(16, -1, scheme.format.group[1] or 384)
-        wanted, _ = calculate_qparams(grouped.amin(2), grouped.amax(2), config.weights)
-        scale, codes = made_of(weight, scheme)
-        assert torch.equal(stored_scale(scale, scheme.format, (16, 384)), wanted), scheme.suffix
-        compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-        # In bfloat16 it would round quotients before it rounds them to codes.
-        theirs = compressor.compress({"weight": weight.float(), "weight_scale": wanted.float()}, config)
-        assert torch.equal(codes, theirs["weight_packed"]), scheme.suffix
-        assert theirs["weight_shape"].tolist() == [16, 384], scheme.suffix
-
-
-def test_groups_of_int4_are_of_one_config() -> None:
-    found = CHANNEL.config(["a"], {INT4_W4A16: ["b"], INT4_W4A16_32: ["c"]})
-    read = read_quantization({"quantization_config": found})
-    assert [read.format_of(name) for name in "xbc"] == [CHANNEL.format, INT4_W4A16.format, INT4_W4A16_32.format]
-    assert as_written(CHANNEL, read.settings)
-    assert INT4_W4A16.format.indivisible == (1, 128)
-    assert INT4_W4A16_CHANNEL.format.indivisible == (1, 8)
-    assert find_others(CHANNEL, {"a": "int4"}) == (("a", INT4_W4A16),)
-    assert find_others(CHANNEL, {"a": "int4", "b": "int8"}, "64") == (("a", INT4_W4A16_64), ("b", INT8_W8A8))
-
-
 def test_every_name_has_a_default_and_every_format_is_found() -> None:
     for scheme in VARIANTS:
         found = find_scheme(scheme.name, scheme.method, scheme.scale_format, group_size=scheme.group_size)
@@ -406,15 +374,6 @@ def test_scales_that_are_powers_of_two_are_the_least_that_hold_the_largest_weigh
         np.testing.assert_array_equal(group_scale(torch.from_numpy(absmax), form).numpy(), expected)
 
 
-@given(absmax=st.floats(0, 2.0**127, width=32))
-def test_ue8m0_scales_are_powers_of_two(absmax: float) -> None:
-    scale = BLOCK_UE8M0.format.scales(np.array([[absmax]], np.float32)).item()
-    mantissa, exponent = math.frexp(scale)
-    assert mantissa == 0.5
-    assert absmax <= 448 * scale
-    assert absmax > 224 * scale or exponent == -125 or absmax == 0
-
-
 def test_golden_bytes_of_mxfp8() -> None:
     weight = torch.zeros(2, 96)
     weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
@@ -472,23 +431,13 @@ def test_golden_bytes_of_nvfp4() -> None:
     assert codes[2].tolist() == [3, *[0] * 15]
 
 
-def test_a_larger_weight_elsewhere_moves_the_scales_of_nvfp4() -> None:
-    form, absmax = NVFP4.format, np.array([[6.0, 3.0]], np.float32)
-    alone, fused = (form.choose_global_scale(np.float32([[largest]])) for largest in (6.0, 12.0))
-    assert (alone.item(), fused.item()) == (448, 224)
-    assert form.encode_scales(form.scales(absmax, alone), alone).tolist() == [[0x7E, 0x76]]
-    assert form.encode_scales(form.scales(absmax, fused), fused).tolist() == [[0x76, 0x6E]]
-    np.testing.assert_array_equal(form.scales(absmax, alone), form.scales(absmax))
-    np.testing.assert_array_equal(form.scales(absmax, fused), [[1, 0.5]])
-
-
 def test_divisors_are_finite() -> None:
     for largest, divisor in ((0.0, 1.0), (1e-45, 2.0**125), (2.0**-110, 2688 * 2.0**110)):
         assert NVFP4.format.choose_global_scale(np.float32([largest])).tolist() == [divisor]
         assert MXFP4.format.choose_global_scale(np.float32([largest])).tolist() == [1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 4), more=st.floats(1, 8))
 def test_fp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: float) -> None:
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed))

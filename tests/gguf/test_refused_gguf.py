@@ -71,7 +71,6 @@ HEADERS: list[tuple[bytes, str]] = [
     (header(ALIGNMENT, 1), "m.gguf has the impossible general.alignment 48"),
     (of(entry(b"a/../b", [1 << 40])), "m.gguf is truncated: a/../b ends at byte 4,398,046,511,232 of 107"),
     (of(entry(b"a\x1b[2J", [4])), r"m.gguf: 'a\x1b[2J' is not a possible name of a tensor"),
-    (of(entry(b"a*", [4])), "m.gguf: 'a*' is not a possible name of a tensor"),
     (of(entry(b"a", [])), "m.gguf: a has 0 axes (1 to 4 are allowed)"),
     (of(entry(b"a", [1] * 5)), "m.gguf: a has 5 axes (1 to 4 are allowed)"),
     (of(entry(b"a", [0])), "m.gguf: a is [0], and F32 has blocks of 1"),
@@ -79,7 +78,7 @@ HEADERS: list[tuple[bytes, str]] = [
     (of(entry(b"a", [4], kind=777)), "m.gguf: a has the type 777, which the installed gguf does not decode"),
     (of(entry(b"a", [4], kind=26)), "m.gguf: a has the type 26, which the installed gguf does not decode"),
     (of(entry(b"a", [1 << 63] * 4)), None),
-    (of(entry(b"a", [4], offset=1 << 63), data=64), None),
+    (of(entry(b"a*", [4])), "m.gguf: 'a*' is not a possible name of a tensor"),
     (of(entry(b"a", [4], offset=4), data=64), "m.gguf: a starts at 4, which is no multiple of 32"),
     (of(entry(b"a", [4]), entry(b"a", [4], offset=32), data=100), "m.gguf holds a twice"),
     (of(entry(b"a", [9]), entry(b"b", [4], offset=32), data=100), "m.gguf: b overlaps the tensor before it"),
@@ -106,7 +105,7 @@ def test_random_damage_ends_in_an_error_or_a_checkpoint(sound: bytes, tmp_path: 
     """Bytes of the header are changed: what opens must lie within the file."""
     rng, end = np.random.default_rng(7), sound.index(b"output_norm.weight") + 60
     opened = 0
-    for _ in range(120):
+    for _ in range(60):
         data = bytearray(sound)
         for at in rng.integers(0, end, rng.integers(1, 4)):
             data[at] = rng.choice([0, 1, 0x7F, 0xFF, rng.integers(256)])
@@ -129,20 +128,15 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"block_count": 100}, "m.gguf claims 100 layers and 1 experts, and holds 21 tensors"),
     ("llama", {"block_count": 3}, "m.gguf lacks blk.2."),
     ("llama", {"block_count": 1}, "m.gguf holds blk.1.attn_norm.weight, blk.1.ffn_norm.weight, blk.1.attn_q.weight and 6 more, which LlamaForCausalLM has no place for"),
-    ("llama", {"block_count": [1, 2]}, "m.gguf: llama.block_count is [1, 2], which its tensors contradict"),
-    ("llama", {"block_count": "two"}, "m.gguf: llama.block_count is 'two', which its tensors contradict"),
-    ("llama", {"embedding_length": 128}, "m.gguf"),
+    ("llama", {"rope.dimension_count": "x"}, "m.gguf: llama has heads of 'x' dimensions"),
     ("llama", {"feed_forward_length": 256}, "m.gguf: blk.0.ffn_gate.weight is [512, 256], but model.layers.0.mlp.gate_proj.weight of LlamaForCausalLM is made from [256, 256]"),
     ("llama", {"attention.head_count_kv": 2}, "m.gguf: blk.0.attn_k.weight is [128, 256], but model.layers.0.self_attn.k_proj.weight of LlamaForCausalLM is made from [256, 256]"),
     ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "m.gguf: llama.attention.layer_norm_rms_epsilon is nan, which its tensors contradict"),
     ("llama", {"rope.dimension_count": 64}, "m.gguf: blk.0.attn_q.weight is [256, 256], but"),
-    ("llama", {"rope.dimension_count": "x"}, "m.gguf: llama has heads of 'x' dimensions"),
     ("llama", {"expert_count": 8}, "m.gguf: no key of config.json is known for llama.expert_count = 8"),
     ("llama", {"rope.scaling.type": "longrope"}, "m.gguf: no rope_scaling of config.json is known for llama's rope.scaling.type = 'longrope'"),
-    ("llama", {"vocab_size": 300}, "m.gguf: token_embd.weight is ["),
     ("qwen3", {"attention.value_length": 64}, "m.gguf: qwen3 has heads of 128 dimensions, 64 for values and 128 that are rotated"),
     ("qwen3moe", {"expert_count": 2}, "m.gguf: blk.0.ffn_gate_exps.weight is [3, 256, 256], but model.layers.0.mlp.experts.0.gate_proj.weight of Qwen3MoeForCausalLM is made from [2, 256, 256]"),
-    ("qwen3moe", {"expert_feed_forward_length": 128}, "m.gguf: blk.0.ffn_gate_exps.weight is [3, 256, 256], but model.layers.0.mlp.experts.0.gate_proj.weight of Qwen3MoeForCausalLM is made from [3, 128, 256]"),
 ]  # fmt: skip
 
 
@@ -156,9 +150,7 @@ def test_a_config_that_cannot_be_rebuilt_is_refused(tmp_path: Path) -> None:
 
 TOKENIZERS: list[tuple[dict[str, Any], str]] = [
     ({"model": "bert"}, "m.gguf has the tokenizer 'bert'; read are gpt2, llama,"),
-    ({"model": None}, "m.gguf has the tokenizer None; read are "),
     ({"pre": "unheard-of"}, "m.gguf: it is not known how the tokenizer 'unheard-of' (tokenizer.ggml.pre) splits text"),
-    ({"pre": None}, "m.gguf: it is not known how the tokenizer None (tokenizer.ggml.pre) splits text"),
     ({"tokens": None}, "m.gguf has no vocabulary (tokenizer.ggml.tokens)"),
     ({"merges": ["h"]}, "m.gguf: its tokenizer cannot be built: "),
     (
@@ -166,7 +158,6 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
         "m.gguf has the tokenizer 'llama', but its vocabulary is of another kind: no token begins with '▁'",
     ),
     ({"tokens": [token.replace("Ġ", "▁") for token in BYTE_TOKENS], "merges": ["h e"]}, "m.gguf has the tokenizer 'gpt2', but its vocabulary is of another kind: no token begins with 'Ġ'"),
-    ({"unknown_token_id": 1 << 31}, "m.gguf: its tokenizer cannot be built: "),
 ]  # fmt: skip
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from conftest import Run, tree
-from openquant import OpenQuantError, compress
+from openquant import compress
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
@@ -43,12 +41,6 @@ def test_a_renamed_class_converts_as_the_one_it_is(run: Run, tmp_path: Path) -> 
     assert config["quantization_config"] == json.loads(expected["config.json"])["quantization_config"]
 
 
-def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    source = renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")
-    with pytest.raises(OpenQuantError, match="^Nothing is not a known architecture"):
-        compress(source, tmp_path / "out", architecture="Nothing")
-
-
 NOTE = "decided from names and shapes alone: look at the plan, and at what the engine makes of it"
 
 
@@ -56,7 +48,7 @@ def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Pat
     source = renamed(tmp_path / "mine", "Qwen3MoeForCausalLM", "MyForCausalLM")
     compress(small_checkpoints.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), tmp_path / "expected")
     expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
-    for number, (name, how) in enumerate((("generic", ""), ("auto", ""), ("auto", "--json"), ("auto", "-q"))):
+    for number, (name, how) in enumerate((("generic", ""), ("auto", "--json"), ("auto", "-q"))):
         done = run("-m", source, "-o", f"out{number}", "--architecture", name, *how.split())
         assert done.returncode == 0, done.stderr
         said = {"": done.stdout, "--json": done.stderr, "-q": done.stderr}[how]
@@ -82,28 +74,14 @@ def quantized(plan: Plan) -> set[str]:
 # Of which it finds all.
 USUAL = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "OlmoeForCausalLM")
 # With draft layers, latent attention, shared experts, hybrids, towers for pictures and sounds, routers of other names, a
-# bias for each expert; and with every name of a projection that is known.
+# bias for each expert.
 OTHERS = (
-    *("AriaForConditionalGeneration", "DeepseekV3ForCausalLM", "FalconForCausalLM", "GPTJForCausalLM"),
-    *("GPTNeoXForCausalLM", "Gemma3nForConditionalGeneration", "Glm4MoeForCausalLM", "GptOssForCausalLM"),
-    *("GraniteMoeHybridForCausalLM", "HunYuanMoEV1ForCausalLM", "InternLM2ForCausalLM", "InternVLChatModel"),
-    *("KimiLinearForCausalLM", "KimiVLForConditionalGeneration", "Llama4ForConditionalGeneration"),
-    *("MiniMaxM2ForCausalLM", "PhiForCausalLM", "Qwen2AudioForConditionalGeneration", "Qwen2MoeForCausalLM"),
-    *("Qwen3NextForCausalLM", "Qwen3OmniMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    *("AriaForConditionalGeneration", "DeepseekV3ForCausalLM", "Gemma3nForConditionalGeneration"),
+    *("GraniteMoeHybridForCausalLM", "Llama4ForConditionalGeneration", "MiniMaxM2ForCausalLM", "PhiForCausalLM"),
+    *("Qwen2AudioForConditionalGeneration", "Qwen3NextForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
 )
 # These have names of their own, or none, for what their layers are in.
-OWN = (
-    "BloomForCausalLM",
-    "ChatGLM",
-    "ExaoneForCausalLM",
-    "GLM4V",
-    "GPTBigCode",
-    "HCXVisionV2ForCausalLM",
-    "HrmTextForCausalLM",
-    "Mamba2ForCausalLM",
-    "Molmo2ForConditionalGeneration",
-    "NemotronH",
-)
+OWN = ("BloomForCausalLM", "ChatGLM", "Mamba2ForCausalLM", "NemotronH")
 # vLLM builds its attention without a quantization, which neither names nor shapes tell.
 ATTENTION_KEPT = "Glm5Next"
 FILES = sorted(path.stem for path in NAMES.glob("*.txt"))

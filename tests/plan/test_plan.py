@@ -27,16 +27,12 @@ from openquant.formats.schemes import (
     INT4_SHIFTED,
     INT4_SHIFTED_64,
     INT4_W4A16,
-    INT4_W4A16_32,
     INT4_W4A16_64,
-    INT4_W4A16_CHANNEL,
     INT8_W8A8,
     INT8_W8A16,
     INTEGER_GROUPS,
-    MXFP4,
     MXFP8,
     NVFP4,
-    NVFP4_W4A4,
     SCHEMES,
     TENSOR,
     TENSOR_COMPRESSED,
@@ -48,10 +44,10 @@ from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.architecture import find_architecture
 from openquant.plan.decisions import PlanOptions, gptq_weights
-from openquant.plan.plan import Plan, Planner, ignored_layers, make_plain_plan, make_plan
+from openquant.plan.plan import Plan, Planner, ignored_layers, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
-from openquant.weights.weight import UNDECIDED, WeightTransforms
+from openquant.weights.weight import UNDECIDED
 from support import small_checkpoints
 from support.published_checkpoints import with_few_experts
 from support.rows import for_each
@@ -99,27 +95,14 @@ def test_plans_that_share_what_they_can_are_as_each_alone(subtests: pytest.Subte
 
 def test_a_plan_says_what_it_lacks() -> None:
     checkpoint, texts = open_checkpoint(EXAMPLE), {"documents": 128, "length": 512}
-
-    def lacks(scheme: Scheme, **options: Any) -> set[str]:
-        return set(make_plan(checkpoint, scheme, PlanOptions(**options)).lacks)
-
-    assert lacks(TENSOR) == lacks(TENSOR, texts=texts) == set()
-    assert lacks(TENSOR_STATIC, texts=texts) == {"activations"}
-    assert lacks(TENSOR, texts=texts, fp8_kv_cache=True) == set()
-    assert lacks(TENSOR, texts=texts, fp8_kv_cache=True, calibrate=True) == {"activations"}
-    assert lacks(INT4_W4A16, texts=texts, calibrate=True, transforms=UNDECIDED) == {"activations", "smoothing"}
-    assert lacks(INT4_W4A16, gptq=texts, transforms=WeightTransforms()) == {"Hessians"}
-    plan = make_plan(checkpoint, INT4_W4A16, PlanOptions(gptq=texts))
-    assert plan.with_rounded({}).lacks == set()
-    with pytest.raises(PlanError, match="^static activation scales need a calibration, or "):
-        lacks(TENSOR_STATIC)
+    assert make_plan(checkpoint, TENSOR_STATIC, PlanOptions(texts=texts)).lacks == {"activations"}
+    plan = make_plan(checkpoint, INT4_W4A16, PlanOptions(texts=texts, gptq=texts, transforms=UNDECIDED, calibrate=True))
+    assert plan.lacks == {"activations", "smoothing", "Hessians"}
+    assert make_plan(checkpoint, INT4_W4A16, PlanOptions(gptq=texts)).with_rounded({}).lacks == set()
 
 
-@for_each("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Gemma3ForCausalLM"])
-def test_digest_depends_on_options_source_and_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
-    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture))
+def test_digest_depends_on_options_source_and_entry(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, name = open_checkpoint(source), "Qwen3ForCausalLM"
     before = make_plan(checkpoint, TENSOR).digest
     digests = {
         before,
@@ -136,7 +119,7 @@ def test_digest_depends_on_options_source_and_entry(
     assert len(digests) == 10
     assert make_plan(checkpoint, TENSOR).digest == before
     # A run that begins under one version of an entry is not continued under another.
-    monkeypatch.setitem(MODELS, architecture, replace(MODELS[architecture], fused=()))
+    monkeypatch.setitem(MODELS, name, replace(MODELS[name], fused=()))
     assert make_plan(checkpoint, TENSOR).digest != before
 
 
@@ -199,14 +182,10 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
 
 @for_each(("gone", "note"), [
     (r"layers\.1\.", "model.layers.1 (11 tensors)"),
-    (r"layers\.0\.mlp\.up_proj", "model.layers.0.mlp.up_proj"),
     (r"layers\.1\.mlp\.experts\.3\.up_proj", "model.layers.1.mlp.experts.3.up_proj"),
-    (r"layers\.1\.mlp\.experts\.3\.", "model.layers.1.mlp.experts.3 (3 tensors)"),
     (r"layers\.1\.mlp\.experts\.", "model.layers.1.mlp.experts (12 tensors)"),
     (r"layers\.1\..*norm", "self_attn.q_norm, self_attn.k_norm, input_layernorm, post_attention_layernorm of model.layers.1 (4 tensors)"),
-    (r"[qk]_norm", "self_attn.q_norm, self_attn.k_norm of model.layers.{0..1} (4 tensors)"),
     (r"embed_tokens", "model.embed_tokens (embedding)"),
-    (r"model\.norm", "model.norm"),
     (r"lm_head", "lm_head (output head)"),
     (r"no such name", None),
 ])  # fmt: skip
@@ -230,20 +209,12 @@ def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path) -> Non
     config = json.loads((source / "config.json").read_text())
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
     text = json.dumps(config | dict.fromkeys(sizes, "SIZE"))
-    for turn, number in enumerate(("1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0")):
-        sized = text.replace('"SIZE"', number)
-        (source / "config.json").write_text(sized)
+    for turn, number in enumerate(("1e400", "NaN", "0", "[]")):
+        (source / "config.json").write_text(text.replace('"SIZE"', number))
         assert compress(source, tmp_path / str(turn), "block").quantized_tensors == 14
-        written = (tmp_path / str(turn) / "config.json").read_text()
-        assert repr({**json.loads(sized), "quantization_config": None}) == repr(
-            {**json.loads(written), "quantization_config": None}
-        )
-        plan = plan_of(source)
-        assert all(len(note) < 300 for note in plan.notes), number
-        assert all(len(entry.problem or "") < 300 for entry in plan.parallel), number
 
     text = json.dumps(config | {"num_hidden_layers": "SIZE"})
-    for number in ("1e400", "-1e400", "NaN", "-1", "1" + "0" * 4200 + ".5", "true", "[]", '"4"', "4.0"):
+    for number in ("1e400", "-1", "true", "[]", "4.0"):
         (source / "config.json").write_text(text.replace('"SIZE"', number))
         with pytest.raises(SourceError) as caught:
             plan_of(source)
@@ -399,13 +370,10 @@ def test_sources_quantized_in_unknown_ways_are_refused(tmp_path: Path) -> None:
     codes = {f"{up}.weight": torch.zeros(512, 256, dtype=torch.uint8)}
     source = small_checkpoints.write(tmp_path / "codes", weights=weights | codes)
     config = json.loads((source / "config.json").read_text())
+    nested = {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}}
     for change, told in (
-        ({"quantization_config": {"quant_method": "bitnet"}}, 'the quant_method "bitnet"'),
         ({"compression_config": {"format": "x"}}, "the quant_method null"),
-        (
-            {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
-            'the quant_algo "NVFP4_AWQ"',
-        ),
+        (nested, 'the quant_algo "NVFP4_AWQ"'),
     ):
         (source / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(PlanError) as caught:
@@ -438,93 +406,26 @@ def test_rows_divide_wherever_tensors_do_and_need_no_other_shard(source: Path, t
     assert summary.parallel_sizes(plan) == summary.parallel_sizes(plan_of(root, TENSOR))
     assert ignored_layers(plan) == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
 
-    # Joined layers share their status.
-    plan = plan_of(source, CHANNEL, "model.layers.0.self_attn.k_proj")
-    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
+    plan = plan_of(source, CHANNEL)
     for shard in plan.layout.shards:
         assert plan.layout.sources(shard.name) == {shard.name}
     plan = plan_of(source, TENSOR)
     assert any(len(plan.layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
-def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
-    # 8 heads of 128, 2 key and value heads; the MLP's 1280 = 10 blocks forbids 4.
-    config = small_checkpoints.config("Qwen3ForCausalLM") | {
-        "num_attention_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 1,
-    }
-    weights = {
-        "model.layers.0.self_attn.q_proj.weight": torch.ones(1024, 256),
-        "model.layers.0.self_attn.k_proj.weight": torch.ones(256, 256),
-        "model.layers.0.self_attn.v_proj.weight": torch.ones(256, 256),
-        "model.layers.0.self_attn.o_proj.weight": torch.ones(256, 1024),
-        "model.layers.0.mlp.gate_proj.weight": torch.ones(1280, 256),
-        "model.layers.0.mlp.up_proj.weight": torch.ones(1280, 256),
-        "model.layers.0.mlp.down_proj.weight": torch.ones(256, 1280),
-    }
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    (root / "config.json").write_text(json.dumps(config))
-    plan = plan_of(root, BLOCK)
-    assert [(entry.size, entry.problem) for entry in plan.parallel] == [
-        (1, None),
-        (2, None),
-        (4, "model.layers.*.mlp.down_proj: 1280 / 4 = 320 is not a multiple of 128"),
-        (8, "model.layers.*.mlp.down_proj: 1280 / 8 = 160 is not a multiple of 128"),
-        (16, "model.layers.*.mlp.down_proj: 1280 / 16 = 80 is not a multiple of 128"),
-    ]
-    # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
-    assert summary.parallel_sizes(plan_of(root, BLOCK, "**.mlp.*")) == [1, 2, 4, 8]
-
-
 def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
-    for name in ("Qwen3MoeForCausalLM", "Llama4ForCausalLM"):
-        root = small_checkpoints.write(tmp_path / name, name)
-        with pytest.raises(PlanError) as caught:
-            plan_of(root, TENSOR_COMPRESSED)
-        path = "mlp" if name.startswith("Qwen3") else "feed_forward"
-        assert caught.value.message == (
-            f"model.layers.1.{path}.experts: engines load no experts with one scale per tensor in the "
-            "compressed-tensors format"
-        )
-        assert caught.value.hint == (
-            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them unquantized "
-            "with --ignore"
-        )
-        assert summary.quantized_tensors(plan_of(root, TENSOR_COMPRESSED, "**.experts.**")) > 0
-
-
-def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not_follow(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", "Llama4ForCausalLM")
-    plan = plan_of(root, BLOCK_COMPRESSED)
-    attention = "model.layers.0.self_attn"
-    assert reason(plan, f"{attention}.q_proj") == "channel: engines reorder its rows but not its scales"
-    assert reason(plan, f"{attention}.v_proj").startswith("channel: same as ")
-    assert reason(plan, f"{attention}.o_proj") == ""
-    assert plan.notes == (
-        "one scale per output row instead of one scale per 128x128 block for 6 of 26 layers (20.5 % of their bytes): "
-        + ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "kqv")
-        + "; engines reorder its rows but not its scales",
+    with pytest.raises(PlanError) as caught:
+        plan_of(root, TENSOR_COMPRESSED)
+    assert caught.value.message == (
+        "model.layers.1.feed_forward.experts: engines load no experts with one scale per tensor in the "
+        "compressed-tensors format"
     )
-    for scheme in (BLOCK, CHANNEL):
-        plan = plan_of(root, scheme)
-        assert f"{attention}.q_proj" in quantized(plan)
-        assert summary.schemes(plan) == {scheme: 26}
-        assert not any(note.startswith("one scale per output row instead") for note in plan.notes)
-
-
-def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(251, 528, dtype=torch.bfloat16)
-    weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(251, 544, dtype=torch.bfloat16)
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    plan = plan_of(root, MXFP8)
-    assert reason(plan, "model.layers.0.mlp.down_proj") == "528 inputs per row do not divide into groups of 32"
-    assert summary.quantized_tensors(plan) == 13
-    assert [entry.problem for entry in plan.parallel][:2] == [
-        None,
-        "model.layers.*.mlp.down_proj: 544 / 2 = 272 is not a multiple of 32",
-    ]
+    assert caught.value.hint == (
+        "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them unquantized "
+        "with --ignore"
+    )
+    assert summary.quantized_tensors(plan_of(root, TENSOR_COMPRESSED, "**.experts.**")) > 0
 
 
 def test_a_shard_is_aligned_and_says_that_its_tensors_are_pytorch_s(tmp_path: Path) -> None:
@@ -539,15 +440,6 @@ def test_a_shard_is_aligned_and_says_that_its_tensors_are_pytorch_s(tmp_path: Pa
             assert end % (4 if info.dtype == "F32" else 1) == 0
             end += info.nbytes
         assert end == layout.size == shard.nbytes + len(header)
-
-
-def test_what_is_left_behind_is_told(source: Path) -> None:
-    (source / "pytorch_model.bin").write_bytes(b"pickled")
-    (source / ".cache").mkdir()
-    (source / ".cache" / "kept").write_text("")
-    plan = plan_of(source, TENSOR)
-    assert set(plan.decoded.left_out) == {"pytorch_model.bin", ".cache/"}
-    assert set(plan.files) == {"config.json", "generation_config.json"}
 
 
 # Several schemes.
@@ -727,22 +619,6 @@ def test_the_plan_says_what_sglang_does_not_load(
     assert summary.engines(plan) == (("vLLM",) if says else ("vLLM", "SGLang"))
 
 
-def test_what_sglang_does_not_load_with_experts_it_loads_without(tmp_path: Path) -> None:
-    name = "GraniteMoeHybridForCausalLM"
-    tensors = small_checkpoints.tensors(name)
-    weights = {tensor: weight for tensor, weight in tensors.items() if "block_sparse_moe" not in tensor}
-    root = small_checkpoints.write(tmp_path / "a", name, weights=weights)
-    config = json.loads((root / "config.json").read_text())
-    (root / "config.json").write_text(json.dumps({**config, "num_local_experts": 0}))
-    assert make_plan(open_checkpoint(root), CHANNEL).notes == ()
-
-
-def test_of_weights_that_are_plain_again_sglang_loads_all(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "a", "OlmoForCausalLM"), tmp_path / "out")
-    plan = make_plain_plan(open_checkpoint(tmp_path / "out"))
-    assert summary.engines(plan) == ("vLLM", "SGLang")
-
-
 def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
     """Of merged layers, of experts it asks for by usual names, of members of what files hold as one, of towers."""
     listed = ignored_layers(plan_of(small_checkpoints.write(tmp_path / "a"), CHANNEL, *FIRST))
@@ -758,28 +634,6 @@ def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
     assert ignored_layers(plan_of(root, TENSOR))[-1] == "vision_tower"
     assert ignored_layers(plan_of(root, CHANNEL))[-1] == "re:(.*[.])?vision_tower[.].*"
-
-
-def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "a", "Gemma3ForConditionalGeneration"), tmp_path / "out", "channel")
-    module = "vision_tower.vision_model.encoder.layers.0.mlp.fc1"
-    weights = small_checkpoints.read(tmp_path / "out")
-    weights[f"{module}.weight"] = torch.ones(192, 128).to(torch.float8_e4m3fn)
-    weights[f"{module}.weight_scale"] = torch.ones(192, 1)
-    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
-    plan = plan_of(tmp_path / "out", CHANNEL)
-    assert module in quantized(plan)
-    assert not any(name.startswith("re:") for name in ignored_layers(plan))
-
-
-def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:
-    for pattern in ("model.layers.9.**", "model.norm"):
-        with pytest.raises(UsageError) as caught:
-            mixed(source, CHANNEL, ("model.layers.0.**", BLOCK_COMPRESSED), (pattern, BLOCK_COMPRESSED))
-        assert caught.value.message == f"--scheme-for {pattern}=block matches no module that can be quantized"
-        assert caught.value.hint == (
-            "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
-        )
 
 
 def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None:
@@ -820,53 +674,6 @@ def sized(root: Path, scheme: Scheme, tp: int) -> Plan:
     return make_plan(open_checkpoint(root), scheme, PlanOptions(tp=tp))
 
 
-def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
-    plan = sized(EXAMPLE, INT4_W4A16, 4)
-    # 768 and 256 inputs on 4 ranks; k_proj's are whole on each.
-    assert summary.schemes(plan) == {INT4_W4A16: 20, INT4_W4A16_32: 8}
-    assert summary.scheme_names(plan) == {"int4": 28}
-    assert summary.title(plan) == "one scale per 128 inputs of a row, 8 of 28 layers one scale per 32 inputs of a row"
-    assert reason(plan, "model.layers.0.mlp.down_proj") == ("int4: --tp 4: 768 / 4 = 192 is not a multiple of 128")
-    names = "model.layers.{0..3}.mlp.down_proj, model.layers.{0..3}.self_attn.o_proj"
-    assert plan.notes[0] == (
-        "one scale per 32 inputs of a row instead of one scale per 128 inputs of a row for 8 of 28 layers "
-        f"(33.3 % of their bytes): {names}; --tp 4: 256 / 4 = 64 is not a multiple of 128"
-    )
-    assert len(plan.notes) == 2
-    groups = plan.quantization_config["config_groups"]
-    assert [group["weights"]["group_size"] for group in groups.values()] == [128, 32]
-    assert summary.schemes(sized(EXAMPLE, INT4_W4A16_CHANNEL, 4)) == {INT4_W4A16_CHANNEL: 28}
-
-
-def with_mlp(root: Path, inner: int) -> Path:
-    """A model whose MLPs have so many inner rows."""
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for name, weight in list(weights.items()):
-        if name.endswith(("gate_proj.weight", "up_proj.weight")):
-            weights[name] = weight[:inner].clone()
-        if name.endswith("down_proj.weight"):
-            weights[name] = weight[:, :inner].clone()
-    return small_checkpoints.write(root, weights=weights)
-
-
-def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
-    plan = plan_of(with_mlp(tmp_path / "source", 200), INT4_W4A16)
-    assert reason(plan, "model.layers.0.mlp.down_proj") == "200 inputs per row do not divide into groups of 32"
-    assert summary.schemes(plan) == {INT4_W4A16: 12}
-    assert summary.parallel_sizes(plan)[0] == 1
-
-
-def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path) -> None:
-    for scheme, width in ((NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)):
-        source, inner = with_mlp(tmp_path / scheme.name, 13 * width), 13 * width
-        plan = sized(source, scheme, 2)
-        told = f"--tp 2: {inner} / 2 = {inner // 2} is not a multiple of {width}"
-        assert reason(plan, "model.layers.0.mlp.down_proj") == told
-        assert summary.schemes(plan) == {scheme: 12}
-        assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
-        assert summary.schemes(sized(source, scheme, 1)) == {scheme: 14}
-
-
 def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
     # 2 key and value heads of 64: half of k_proj and v_proj is no block.
     attention = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
@@ -896,14 +703,6 @@ def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) ->
         assert sized(source, scheme, 4).digest == plan_of(source, scheme).digest
 
 
-def test_experts_fall_back_together(tmp_path: Path) -> None:
-    plan = sized(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, 2)
-    experts = [module for module in plan.layers if "experts" in module]
-    assert {stored(plan, module) for module in experts} == {"channel"}
-    assert r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*" in targets(plan)[1]
-    assert stored(plan, "model.layers.0.mlp.down_proj") == "block"
-
-
 def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
     for scheme in (TENSOR, BLOCK_COMPRESSED, CHANNEL):
         with pytest.raises(PlanError) as caught:
@@ -917,52 +716,6 @@ def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
     with pytest.raises(UsageError) as usage:
         sized(source, TENSOR, 0)
     assert (usage.value.message, usage.value.hint) == ("--tp 0 is no number of ranks", "give --tp 1 or more")
-
-
-def test_the_number_of_a_draft_layer_may_be_any(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("DeepseekV3ForCausalLM")
-    module = f"model.layers.{'9' * 900}.eh_proj"
-    weights[f"{module}.weight"] = torch.ones(64, 64)
-    plan = plan_of(small_checkpoints.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
-    assert reason(plan, module) == "MTP layer"
-
-
-def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
-    """Engines give each rank whole key and value heads, copies of them if there are fewer heads than ranks."""
-    config = small_checkpoints.config("LlamaForCausalLM") | {
-        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
-        "num_hidden_layers": 1,
-    }  # fmt: skip
-    sizes = {"q": (768, 256), "k": (128, 256), "v": (128, 256), "o": (256, 768)}
-    weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
-    root = small_checkpoints.write(tmp_path / "a", "LlamaForCausalLM", weights=weights)
-    (root / "config.json").write_text(json.dumps(config))
-    for scheme in (TENSOR, CHANNEL):
-        with pytest.raises(PlanError) as caught:
-            sized(root, scheme, 6)
-        assert caught.value.message == (
-            "--tp 6 cannot serve this model: model.layers.*.self_attn.k_proj: 4 heads cannot be copied evenly to 6 ranks"
-        )
-        for size in (2, 4, 8, 12, 24):
-            assert size in summary.parallel_sizes(sized(root, scheme, size))
-
-
-def test_any_size_is_told_of(tmp_path: Path) -> None:
-    config = small_checkpoints.config("Qwen3ForCausalLM") | {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 128,
-    }
-    sizes = {"q": (768, 256), "k": (384, 256), "v": (384, 256), "o": (256, 768)}
-    weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    (root / "config.json").write_text(json.dumps(config))
-    assert [(entry.size, entry.problem) for entry in sized(root, BLOCK, 3).parallel][:3] == [
-        (1, None),
-        (2, "model.layers.*.self_attn.k_proj: 3 heads do not divide by 2"),
-        (3, None),
-    ]
-    assert plan_of(root, BLOCK).digest == sized(root, BLOCK, 3).digest
 
 
 # The output head.
@@ -1055,17 +808,6 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
             make_plan(source, CHANNEL, options)
         assert caught.value.message == f"{module}: {why} ({option})"
     assert summary.quantized_tensors(make_plan(source, CHANNEL, PlanOptions(ignore=("**.o_proj",)))) == 12
-    # Nothing of this one's attention has a name, and experts, which have, may be stored otherwise.
-    other = open_checkpoint(small_checkpoints.write(tmp_path / "b", "DeepseekForCausalLM"))
-    assert (
-        summary.quantized_tensors(
-            make_plan(other, CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)))
-        )
-        == 26
-    )
-    for asked_of in (PlanOptions(ignore=("**.o_proj",)), PlanOptions(scheme_for=(("**.v_proj", BLOCK_COMPRESSED),))):
-        with pytest.raises(PlanError, match=why):
-            make_plan(other, CHANNEL, asked_of)
     monkeypatch.setitem(MODELS, name, replace(MODELS[name], nameless=()))
     assert summary.quantized_tensors(make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"])) == 6
 
@@ -1192,7 +934,6 @@ def test_outputs_that_mlx_lm_misreads(
 
 @for_each(("architecture", "name"), [
     ("Glm4MoeForCausalLM", "mtp.safetensors"),
-    ("Glm4MoeLiteForCausalLM", "mtp.safetensors"),
     ("DeepseekV3ForCausalLM", "model-mtp.safetensors"),
 ])  # fmt: skip
 def test_mtp_layers_that_the_index_does_not_name_are_taken_in(tmp_path: Path, architecture: str, name: str) -> None:
@@ -1307,10 +1048,7 @@ def test_draft_models_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> 
     fc = {**plain, "fc.weight": torch.zeros(256, 512, dtype=torch.bfloat16)}
     for architecture, weights, because in (
         ("LlamaForCausalLMEagle3", plain, ""),
-        ("EagleLlamaForCausalLM", plain, ""),
         ("DFlashDraftModel", plain, ""),
-        ("MedusaModel", plain, ""),
-        ("Gemma4AssistantForCausalLM", plain, ""),
         ("Qwen3NextMTP", plain, ""),
         # EAGLE's first files name the class of a language model.
         ("LlamaForCausalLM", fc, " (fc.weight)"),

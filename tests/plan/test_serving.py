@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from openquant.files.checkpoint import Checkpoint
-from openquant.formats.schemes import BLOCK, TENSOR
-from openquant.models import MODELS
+from openquant.formats.schemes import TENSOR
 from openquant.plan import summary
 from openquant.plan.plan import make_plain_plan, make_plan
-from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, CachedLayers, Fit, SequenceMemory, Serving
-from support.published_checkpoints import described, published, with_few_experts
+from openquant.plan.serving import OVERHEAD, UTILIZATION, CachedLayers, Fit, SequenceMemory, Serving
+from support.published_checkpoints import published, with_few_experts
 from support.rows import for_each
 
 MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
@@ -35,21 +32,6 @@ def served(checkpoint: Checkpoint, **more: Any) -> Serving:
     found = summary.serving(make_plan(with_config(checkpoint, **more), TENSOR))
     assert found is not None
     return found[1]
-
-
-def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkpoint:
-    """A decoder with so many rows of keys, and of values."""
-    lines = [
-        f"model.layers.{{0..{layers - 1}}}.self_attn.{name}.weight  {layers}  [{rows}, {columns}]  BF16"
-        for name, rows, columns in (
-            ("q_proj", 2 * keys, hidden),
-            ("k_proj", keys, hidden),
-            ("v_proj", keys, hidden),
-            ("o_proj", hidden, 2 * keys),
-        )
-    ]
-    checkpoint = described("\n".join(lines), architecture)
-    return replace(checkpoint, config={"num_hidden_layers": layers, "num_key_value_heads": 2})
 
 
 @for_each(("names", "more", "token", "sequence"), [
@@ -81,8 +63,6 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
     # Layers of four letters, and of a number.
     ("Exaone4ForCausalLM", {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}, 16 * 4096, 48 * 4096 * 4096),
     ("Cohere2ForCausalLM", {"sliding_window": 4096, "sliding_window_pattern": 2}, 16 * 4096, 16 * 4096 * 4096),
-    # The first of four, not the last.
-    ("CwmForCausalLM", {"sliding_window": 8192}, 16 * 4096, 48 * 4096 * 8192),
     # A state of each sequence: three inputs of a convolution, and a matrix for each head.
     ("Qwen3NextForCausalLM", DELTA, 12 * 2 * 2 * 256 * 2, 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 2)),
     ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": "float32"}, 12 * 2 * 2 * 256 * 2,
@@ -109,17 +89,6 @@ def test_what_is_kept_of_a_sequence(names: str, more: dict[str, Any], token: int
     assert (cache.per_token(False), cache.per_sequence(False)) == (token, sequence)
 
 
-def test_layers_without_a_window_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its published config lists them."""
-    monkeypatch.setitem(MODELS, "GptOssForCausalLM", replace(MODELS["GptOssForCausalLM"], refused=()))
-    types = ["sliding_attention", "full_attention"] * 12
-    for more in ({"layer_types": types}, {}):
-        cache = served(with_few_experts("GptOssForCausalLM"), sliding_window=128, **more).cache
-        assert cache is not None
-        assert cache.per_token(False) == 12 * 2 * 8 * 64 * 2
-        assert cache.per_sequence(False) == 12 * 2 * 8 * 64 * 2 * 128
-
-
 def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() -> None:
     for names, fp8 in (("Qwen3ForCausalLM", 57344), ("DeepseekV3ForCausalLM", 61 * 576)):
         cache = served(with_few_experts(names)).cache
@@ -138,14 +107,12 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
 @for_each(("names", "more", "why"), [
     ("Qwen3NextForCausalLM", {}, "the size of a state"),
     ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": "int3"}, "the size of a state"),
-    ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": ["float32"]}, "the size of a state"),
     ("Qwen3NextForCausalLM", {**DELTA, "linear_key_head_dim": 10**40}, "the size of a state"),
     ("KimiLinearForCausalLM", {"linear_attn_config": 3}, "the size of a state: config.json's linear_attn_config.num"),
     ("Gemma4ForConditionalGeneration", {"sliding_window": 1024, "attention_k_eq_v": None}, "keys and no values"),
     ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": True}, "which layers have a window"),
     ("MistralForCausalLM", {"sliding_window": "wide"}, "config.json's sliding_window is 'wide'"),
     ("MistralForCausalLM", {"sliding_window": -1}, "config.json's sliding_window is -1"),
-    ("MistralForCausalLM", {"sliding_window": True}, "config.json's sliding_window is True"),
     ("Gemma2ForCausalLM", {"layer_types": ["sliding_attention"] * 26}, "config.json's sliding_window is None"),
     ("Phi3ForCausalLM", {"num_key_value_heads": None}, "does not count its heads"),
     ("HrmTextForCausalLM", {"L_cycles": 3}, "how often a token runs through a layer: config.json's H_cycles"),
@@ -157,19 +124,6 @@ def test_what_is_not_known_is_not_guessed(names: str, more: dict[str, Any], why:
     assert found.weights_bytes > 10**8
     assert all((fit.tokens_bf16, fit.tokens_fp8) == (None, None) for fit in found.fits)
     assert found.to_json()["kv_bytes_per_token"] is None
-
-
-def test_an_unknown_architecture_is_known_where_every_layer_has_keys_and_values() -> None:
-    known = dense("SomethingElse", 4, 128)
-    cache = summary.serving(make_plan(known, TENSOR, architecture="generic"))
-    assert cache is not None
-    assert cache[1].cache is not None
-    assert cache[1].cache.per_token(False) == 4 * 2 * 128 * 2
-    # Two more layers, of which nothing is known; and windows, of which not where they are.
-    for more in ({"num_hidden_layers": 6}, {"num_hidden_layers": None}, {"sliding_window": 512}):
-        found = summary.serving(make_plan(with_config(known, **more), TENSOR, architecture="generic"))
-        assert found is not None
-        assert found[1].cache is None
 
 
 def test_source_and_output_differ_by_their_weights() -> None:
@@ -204,16 +158,6 @@ def test_gpus_and_tokens() -> None:
     assert json["fits"][0] == {"gpu_gb": 24, "gpus": None, "tokens_bf16": None, "tokens_fp8": None}
 
 
-def test_only_sizes_that_divide_count() -> None:
-    """28 heads: 8 ranks cannot serve it. Blocks of 128 rows allow fewer still."""
-    checkpoint = published("Qwen2_5_VLForConditionalGeneration")
-    for scheme in (TENSOR, BLOCK):
-        plan = make_plan(checkpoint, scheme)
-        assert summary.serving(plan) is not None
-        used = {fit.gpus for fit in summary.serving(plan)[1].fits}
-        assert used <= {*summary.parallel_sizes(plan), None}
-
-
 FULL = CachedLayers(4096, 2048, None, 8)
 NEAR = CachedLayers(4096, 2048, 1024, 8)
 
@@ -237,22 +181,3 @@ def test_tokens_of_a_cache(
     layers: tuple[CachedLayers, ...], state: int, length: int | None, gpus: int, tokens: int
 ) -> None:
     assert SequenceMemory(layers, state, length).tokens(1_000_000_000, False, gpus) == tokens
-
-
-def test_heads_that_are_not_counted_leave_one_gpu() -> None:
-    small, large = dense("LlamaForCausalLM", 4, 128), dense("LlamaForCausalLM", 90, 16384, 16384)
-    one = served(small, num_key_value_heads=None)
-    assert one.fits[0].tokens_bf16 is not None
-    several = served(large, num_key_value_heads=None)
-    assert several.fits[2].gpus == 4
-    assert several.fits[2].tokens_bf16 is None
-
-
-def test_a_model_of_few_tokens_need_not_leave_more() -> None:
-    """A sequence as long as it allows is enough."""
-    layer = 2 * FEWEST_TOKENS
-    checkpoint = dense("LlamaForCausalLM", 40, layer, 8192)
-    long = [fit.gpus for fit in served(checkpoint).fits]
-    short = [fit.gpus for fit in served(checkpoint, max_position_embeddings=128).fits]
-    assert long != short
-    assert all(fit.gpus is not None for fit in served(checkpoint, max_position_embeddings=128).fits[2:])

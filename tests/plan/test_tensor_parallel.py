@@ -8,7 +8,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
 from openquant.formats.schemes import TENSOR
 from openquant.models import MODELS
-from openquant.plan.architecture import ParallelSize, check_parallel_sizes, fused_parts, text_config, why_indivisible
+from openquant.plan.architecture import ParallelSize, check_parallel_sizes, fused_parts, why_indivisible
 from openquant.plan.plan import make_plan
 from openquant.registry.architecture import ModuleRules, ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
@@ -103,21 +103,3 @@ def test_the_first_layer_that_does_not_divide_is_named(tmp_path: Path) -> None:
     assert [entry.size for entry in asked] == [1, 2, 3, 4, 8, 16]
     # Only what is not divided is left.
     assert {size.problem for size in check_parallel_sizes(checkpoint, entry, [], 3)} == {None}
-
-
-def test_sizes_come_from_the_language_model_in_a_wrapper(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", "Gemma3ForConditionalGeneration"))
-    model = MODELS["Gemma3ForConditionalGeneration"]
-    assert text_config(checkpoint, model) == checkpoint.config["text_config"]
-    checkpoint.config["text_config"] = "elsewhere"
-    assert text_config(checkpoint, model) == checkpoint.config
-    assert text_config(checkpoint, MODELS["Qwen3ForCausalLM"]) == checkpoint.config
-
-
-def test_what_is_not_in_a_layer_is_not_divided() -> None:
-    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
-    found = entry.rule("model.layers.0.self_attn.o_proj").split
-    assert found is not None
-    assert (found.axis, found.heads) == ("in", HEADS)
-    assert entry.rule("model.norm").split is None
-    assert entry.rule("model.layers.0.self_attn").split is None

@@ -16,9 +16,10 @@ from openquant.patterns import compile_pattern
 from openquant.plan.plan import Plan, ignored_layers, make_plan
 from openquant.registry.architecture import HEAD, ModuleRules
 from support.published_checkpoints import NAMES, shortened, with_few_experts
+from support.representatives import representatives
 from support.small_checkpoints import refused
 
-FILES = sorted(path.stem for path in NAMES.glob("*.txt"))
+FILES = sorted(path.stem for path in NAMES.glob("*.txt") if representatives([path.stem.split("-")[0]]))
 ENDING = re.compile("For(CausalLM|ConditionalGeneration)$")
 # What transformers has as the base of a class, by the class.
 BASES = {
@@ -53,7 +54,7 @@ def schemes_of(plan: Plan, prefix: str = "") -> dict[str, str | None]:
     }
 
 
-@pytest.mark.parametrize("file", [name for name in FILES if not name.startswith("GptOss")])
+@pytest.mark.parametrize("file", FILES)
 def test_a_base_class_and_a_classifier_are_planned_like_their_class(subtests: pytest.Subtests, file: str) -> None:
     checkpoint = shortened(with_few_experts(file))[0]
     plan = plan_of(checkpoint)

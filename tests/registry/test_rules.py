@@ -6,36 +6,6 @@ from openquant.models import GENERIC, MODELS
 from openquant.registry.architecture import ModuleRules, is_head
 
 
-def test_modules_named_alike_have_one_role() -> None:
-    entry = ModuleRules(MODELS["Qwen3MoeForCausalLM"])
-    path = "model.layers.{}.mlp.experts.{}.down_proj"
-    rule = entry.rule(path.format(0, 7))
-    assert rule is entry.rule(path.format(31, 100))
-    assert (rule.name_template, rule.patterns, rule.compress) == (path.format("*", "*"), 1, True)
-    assert (rule.keep, rule.stack, rule.fused) == (None, None, None)
-    # A number of so many digits is a name.
-    long = entry.rule("model.layers.0.mlp.experts." + "9" * 19)
-    assert long.name_template == "model.layers.*.mlp.experts." + "9" * 19
-
-
-def test_experts_are_found_at_any_depth_below_their_path() -> None:
-    entry = ModuleRules(MODELS["Qwen3MoeForCausalLM"])
-    experts = "model.layers.3.mlp.experts"
-    assert entry.experts(f"{experts}.7.up_proj") == experts
-    assert entry.experts(f"{experts}.gate_up_proj") == experts
-    assert entry.experts(experts) is None
-    assert entry.experts("model.layers.3.mlp.gate") is None
-    assert ModuleRules(MODELS["Qwen3ForCausalLM"]).experts("model.layers.3.mlp.up_proj") is None
-
-
-def test_sets_hold_what_is_there_in_its_order() -> None:
-    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
-    layer = "model.layers.{}.self_attn.{}_proj"
-    sets = entry.fused_groups([layer.format(0, "v"), layer.format(1, "q"), layer.format(0, "q"), layer.format(0, "o")])
-    both = (layer.format(0, "v"), layer.format(0, "q"))
-    assert sets == {both[0]: both, both[1]: both, layer.format(1, "q"): (layer.format(1, "q"),)}
-
-
 def test_a_set_may_reach_into_a_submodule() -> None:
     """The index over the tokens is a part of the layer that q, k and v are joined to."""
     entry = ModuleRules(MODELS["Qwen4ExpForCausalLM"])
@@ -44,14 +14,6 @@ def test_a_set_may_reach_into_a_submodule() -> None:
     sets = entry.fused_groups([*third, *seventh, "model.layers.3.self_attn.o_proj"])
     assert sets == {**dict.fromkeys(third, third), **dict.fromkeys(seventh, seventh)}
     assert "model.layers.3.self_attn.qkv_proj" in entry.engine_names([third[3]])
-
-
-def test_names_of_engines_come_after_the_checkpoint_s() -> None:
-    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
-    layer = "model.layers.0.mlp"
-    assert entry.engine_names([f"{layer}.gate_proj", f"{layer}.up_proj", "lm_head"]) == [
-        f"{layer}.gate_proj", f"{layer}.gate_up_proj", f"{layer}.up_proj", "lm_head",
-    ]  # fmt: skip
 
 
 def test_a_prefix_may_have_a_number_in_it() -> None:

@@ -109,6 +109,7 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
 def saved(architecture: str, config: str) -> dict[str, tuple[Shape, torch.Tensor | None]]:
     """Every tensor of a small model: what transformers saves, as changed by its entry; whole numbers with their values."""
     import transformers
+    from transformers.initialization import no_init_weights
 
     small = MODELS[architecture]
     made_as, model_type = small.made_as or (architecture, small.model_type)
@@ -120,7 +121,10 @@ def saved(architecture: str, config: str) -> dict[str, tuple[Shape, torch.Tensor
     known.pop("model_type")
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as root:
         warnings.simplefilter("ignore")
-        model = getattr(transformers, made_as)(transformers.AutoConfig.for_model(model_type, **known))
+        # Of its weights only the names and shapes count, but for whole numbers, which are no random ones.
+        with no_init_weights():
+            model = getattr(transformers, made_as)(transformers.AutoConfig.for_model(model_type, **known))
+        model.tie_weights()
         model.save_pretrained(root)
         found: dict[str, tuple[Shape, torch.Tensor | None]] = {}
         with safe_open(f"{root}/model.safetensors", "pt") as file:

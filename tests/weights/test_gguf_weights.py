@@ -59,14 +59,6 @@ def test_every_type_is_decoded_by_pieces(kind: GGMLQuantizationType, tmp_path: P
     assert np.array_equal(np.concatenate(pieces), heads)
 
 
-def test_one_is_taken_from_norms(tmp_path: Path) -> None:
-    norm = np.float32([[1.5, 1, 0.25, 1 + 2**-20]])
-    weight, reader = write_weight(tmp_path, norm.view(np.uint8), GGMLQuantizationType.F32, Blocks(plus_one=True), (4,))
-    (piece,) = read_rows(weight, reader)
-    assert piece.tolist() == [[0.5, 0, -0.75, 2**-20]]
-    assert weight.source.shape == (4,)
-
-
 @for_each("value", [np.nan, np.inf, 3.4e38])
 def test_what_is_no_bfloat16_is_refused(value: float, tmp_path: Path) -> None:
     rows = np.zeros(SHAPE, np.float32)
@@ -74,14 +66,6 @@ def test_what_is_no_bfloat16_is_refused(value: float, tmp_path: Path) -> None:
     weight, reader = write_weight(tmp_path, rows.view(np.uint8), GGMLQuantizationType.F32, Blocks())
     message = "^model.x.weight in x.gguf decodes to NaN, infinity or a value that overflows bfloat16$"
     with pytest.raises(SourceError, match=message):
-        read_rows(weight, reader)
-
-
-def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
-    blocks = random_blocks(SHAPE, GGMLQuantizationType.Q4_0, np.random.default_rng(1))
-    blocks[5, :2] = 0, 0x7C
-    weight, reader = write_weight(tmp_path, blocks, GGMLQuantizationType.Q4_0, Blocks())
-    with pytest.raises(SourceError, match="^model.x.weight in x.gguf decodes to NaN"):
         read_rows(weight, reader)
 
 

@@ -102,8 +102,6 @@ def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
 
 
 UP = "model.layers.0.mlp.up_proj"
-
-
 SCALE = f"{UP}.scale"
 FAULTS: list[tuple[Callable[[Weights], object], str]] = [
     (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}), f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
@@ -120,12 +118,9 @@ def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights
     with pytest.raises(SourceError) as caught:
         dequantize(source, tmp_path / "out")
     assert caught.value.message == message
-
-
-def test_exponents_of_deepseek_v4_may_be_bytes(tmp_path: Path) -> None:
-    source, _ = deepseek_v4(tmp_path / "source")
+    # Exponents may be bytes.
     change_weights(source, lambda weights: weights.update({SCALE: torch.zeros(512, 8, dtype=torch.uint8)}))
-    dequantize(source, tmp_path / "out")
+    dequantize(source, tmp_path / "plain")
 
 
 def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:
@@ -149,21 +144,21 @@ def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:
         assert torch.equal(found[f"{name}_scale"], scale), name
 
 
-# With four experts a layer: how many weights are quantized there, and how many in an output in a scheme.
+# With two experts a layer: how many weights are quantized there, and how many in an output in a scheme.
 PUBLISHED = {
-    "KimiK25ForConditionalGeneration": (60 * 4 * 3, CHANNEL, 247 + 60 * 5 * 3),
-    "MiniMaxM3SparseForConditionalGeneration": (363 + 57 * 5 * 3, CHANNEL, 363 + 57 * 5 * 3),
+    "KimiK25ForConditionalGeneration": (60 * 2 * 3, CHANNEL, 247 + 60 * 3 * 3),
+    "MiniMaxM3SparseForConditionalGeneration": (363 + 57 * 3 * 3, CHANNEL, 363 + 57 * 3 * 3),
     # FP8 in blocks beside experts in MXFP4, of which its config.json says nothing. Draft layers are decoded, and stay so.
-    "DeepseekV4ForCausalLM": (62 * 8 + 30 + 2 + 62 * 4 * 3, BLOCK, 61 * 8 + 30 + 61 * 4 * 3),
+    "DeepseekV4ForCausalLM": (62 * 8 + 30 + 2 + 62 * 2 * 3, BLOCK, 61 * 8 + 30 + 61 * 2 * 3),
 }
 
 
 @for_each("name", PUBLISHED)
 def test_published_layouts(name: str) -> None:
-    checkpoint = with_few_experts(f"quantized/{name}")
+    checkpoint = with_few_experts(f"quantized/{name}", 2)
     stored, scheme, quantized = PUBLISHED[name]
     assert summary.quantized_tensors(make_plan(checkpoint, scheme)) == quantized
     plain = make_plain_plan(checkpoint)
     assert summary.decoded_tensors(plain) == stored
     outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
-    assert outputs == with_few_experts(name).tensors
+    assert outputs == with_few_experts(name, 2).tensors

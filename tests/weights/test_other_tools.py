@@ -25,10 +25,8 @@ from openquant.weights.reading import Reader
 from support import small_checkpoints
 from support.other_tools import GROUP32, KINDS, TOKENS, bnb, fp8_tensor, quark, spec, stored_only, torchao_config
 from support.quantized_checkpoints import Weights, is_layer, store
-from support.representatives import everything
 from support.rows import for_each
 from support.small_checkpoints import change_weights
-from support.streamed_logits import computes_the_same
 
 Q = "model.layers.0.self_attn.q_proj"
 WRITTEN = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
@@ -50,19 +48,12 @@ def test_read_as_what_codes_stand_for_and_kept_in_their_own_scheme(tmp_path: Pat
         assert torch.equal(plain[name], make(weight)[1].bfloat16() if is_layer(name) else weight), name
     assert "quantization_config" not in open_checkpoint(tmp_path / "plain").config
 
-    if same is None or everything():
-        assert compress(source, tmp_path / "anew", "block").quantized_tensors == 14
-        assert verify(tmp_path / "anew", source, full=True).problems == ()
-    if same is None:
-        return
-    compress(source, tmp_path / "out", **same)
-    assert verify(tmp_path / "out", source, full=True).problems == ()
-    dequantize(tmp_path / "out", tmp_path / "again")
-    again = small_checkpoints.read(tmp_path / "again")
-    for name in plain:
-        # Scales of int4 are written in bfloat16.
-        difference = (again[name].float() - plain[name].float()).abs()
-        assert (difference <= plain[name].float().abs() * (2.0**-6 if "int4" in kind else 0)).all(), name
+    compress(source, tmp_path / "out", **(same or {"scheme": "block"}))
+    report = verify(tmp_path / "out", source, full=True)
+    assert (report.problems, len(report.errors)) == ((), 14)
+    # Scales of int4 are written in bfloat16.
+    kept = 0.004 if "int4" in kind else 0
+    assert same is None or max(error.relative for error in report.errors) <= kept
 
 
 @for_each("path", WRITTEN)
@@ -93,24 +84,14 @@ def test_layers_of_quark_may_differ(tmp_path: Path) -> None:
     other = {"weight": spec("int8", "per_tensor")}
     config = quark(
         spec("fp8_e4m3", "per_tensor"),
-        layer_quant_config={
-            "a.b": layer,
-            "*.q_proj": layer,
-            "x.q_proj": other,
-            "x.k_proj": other,
-            "y": {"weight": None},
-        },
+        layer_quant_config={"*.q_proj": layer, "x.q_proj": other, "x.k_proj": other, "y": {"weight": None}},
     )
     found = read_quantization({"quantization_config": config})
-    groups = {name: found.format_of(name) for name in ("a.b", "x.q_proj", "x.k_proj", "x.v_proj", "y")}
-    assert [fmt and (fmt.number.title, fmt.group) for fmt in groups.values()] == [
-        ("FP8", (1, None)),
-        ("FP8", (1, None)),
-        ("INT8", (None, None)),
-        ("FP8", (None, None)),
-        ("FP8", (None, None)),
-    ]
-    inputs = found.inputs_of("a.b")
+    groups = {name: found.format_of(name) for name in ("x.q_proj", "x.k_proj", "x.v_proj", "y")}
+    whole = ("FP8", (None, None))
+    titles = [fmt and (fmt.number.title, fmt.group) for fmt in groups.values()]
+    assert titles == [("FP8", (1, None)), ("INT8", (None, None)), whole, whole]
+    inputs = found.inputs_of("x.q_proj")
     assert inputs is not None
     assert (inputs.number.title, inputs.group, inputs.static) == ("FP8", (1, None), False)
     assert found.inputs_of("x.v_proj") is None
@@ -148,20 +129,14 @@ UNREAD = [
     (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
     (quark(spec("fp8_e4m3", "per_channel", ch_axis=1)), '"ch_axis": 1'),
     (quark(spec("int8", "per_channel", symmetric=False)), '"symmetric": false'),
-    (quark(spec("int8", "per_channel", is_dynamic=True)), '"is_dynamic": true'),
     (quark(spec("uint4", "per_group", **GROUP32)), '"dtype": "uint4"'),
-    (quark(spec("int4", "per_group", symmetric=False, **GROUP32)), '"dtype": "int4"'),
     (quark(spec("uint4", "per_group", symmetric=False, zero_point_type="float32", **GROUP32)), '"uint4"'),
     (quark(spec("int4", "per_group", group_size=12)), '"group_size": 12'),
-    (quark(spec("int4", "per_group", group_size=True)), '"group_size": true'),
     (quark(spec("int4", "per_channel")), '"qscheme": "per_channel"'),
-    (quark(spec("fp4", "per_group", **GROUP32)), '"dtype": "fp4"'),
-    (quark(spec("fp8_e4m3", "per_block", block_size=[128, 0])), '"per_block"'),
     (quark(spec("fp8_e4m3", "per_block", block_size=[128, 1 << 20])), '"per_block"'),
     (quark(spec("fp8_e4m3", "per_block")), '"per_block"'),
     (quark([spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]), '{"dtype": "int4"'),
     (quark(["fp8"]), "weights of []"),
-    (quark("fp8"), "weights of []"),
 ]
 
 
@@ -257,29 +232,20 @@ DAMAGE: list[tuple[str, Callable[[Weights], Any], str]] = [
     (NESTED, replaced("weight.nested_absmax", lambda _: None), "has no nested_absmax"),
     (NESTED, replaced("weight.nested_quant_map", lambda tensor: tensor[:255].clone()), "it must be F32 [256]"),
     (NESTED, replaced("weight.absmax", lambda tensor: tensor[1:].clone()), "it must be F32 or U8 [1024]"),
-    (NESTED, replaced("weight.absmax", lambda tensor: tensor.half()), "it must be F32 or U8 [1024]"),
     (NESTED, replaced("weight", lambda tensor: tensor[2:].clone()), "but its quant_state says 256 x 256"),
     (NESTED, replaced("weight.quant_map", first(-0.5)), "quant_map has other values than NF4"),
     (NESTED, replaced("weight.nested_absmax", first(float("nan"))), "absmax in model.safetensors holds nan"),
-    (NESTED, replaced("weight.nested_absmax", first(3e38)), "absmax in model.safetensors holds -"),
     (FLAT, replaced("weight.absmax", first(float("inf"))), "absmax in model.safetensors holds inf"),
     (FLAT, replaced("weight.absmax", first(3.4e38)), "decodes to weights that overflow bfloat16"),
-    (FLAT, replaced("weight.absmax", lambda _: None), "has no absmax"),
     (NESTED, state(shape=[256, 255]), "but its quant_state says 256 x 255"),
     (NESTED, state(shape=[65536]), "which are not those of a matrix"),
-    (NESTED, state(shape=[True, 65536]), "which are not those of a matrix"),
-    (NESTED, state(shape=[-256, -256]), "which are not those of a matrix"),
     (NESTED, state(blocksize=0), "which are not those of a matrix"),
     (NESTED, state(blocksize=48), "which do not divide into blocks of 48"),
-    (NESTED, state(shape=[2048, 32]), "which do not divide into blocks of 64"),
     (NESTED, state(nested_blocksize=0), "has no valid nested_blocksize and nested_offset"),
-    (NESTED, state(nested_blocksize=1 << 70), "has no valid nested_blocksize and nested_offset"),
     (NESTED, state(nested_offset=float("nan")), "has no valid nested_blocksize and nested_offset"),
-    (NESTED, state(nested_offset="1"), "has no valid nested_blocksize and nested_offset"),
     (NESTED, replaced(STATE.removeprefix(f"{Q}."), first(0)), f"{STATE} is not a JSON object"),
     (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
     (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
-    (INT8, replaced("SCB", first(float("inf"))), f"{Q}.SCB in model.safetensors holds inf"),
     (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
     (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
     (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
@@ -291,11 +257,9 @@ DAMAGE: list[tuple[str, Callable[[Weights], Any], str]] = [
     ("torchao by row", lambda weights: weights.update({f"{Q}._weight_act_pre_scale": torch.ones(4)}), f"{Q}._weight_act_pre_scale: the inputs of its layer are rotated or scaled"),
     ("torchao by row", replaced("_weight_scale", lambda _: None), f"{Q}._weight_scale is missing"),
     ("torchao by row", replaced("_weight_qdata", lambda _: None), "is the scale of no quantized weight"),
-    ("torchao by tensor", replaced("_weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
     ("quark nvfp4", replaced("weight_scale_2", lambda _: None), "weight_scale_2 is missing"),
     ("quark mxfp4", replaced("weight", lambda tensor: tensor.int()), "is I32 [256, 128], which is not supported"),
     ("fbgemm", replaced("weight_scale", lambda _: None), f"{Q}.weight_scale is missing"),
-    ("fbgemm", replaced("weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
 ]  # fmt: skip
 
 
@@ -328,14 +292,6 @@ def check_damage(source: Path, out: Path, message: str) -> None:
         assert (refused.value.message, refused.value.hint) == (caught.value.message, caught.value.hint)
 
 
-def test_weights_without_their_config_are_named(tmp_path: Path) -> None:
-    for kind in (FLAT, INT8):
-        source = stored(tmp_path / kind, kind)
-        change_json(source / "config.json", lambda found: found.pop("quantization_config"))
-        with pytest.raises(PlanError, match="it holds .*(absmax|SCB), and config.json has no quantization_config"):
-            dequantize(source, tmp_path / "out")
-
-
 class RemoteShard:
     """A shard that is on the Hub only."""
 
@@ -355,20 +311,6 @@ def test_quant_states_of_a_streamed_source_are_read_too(tmp_path: Path) -> None:
         path.unlink()
     assert len(local.quant_states) == 14
     assert open_checkpoint(source, remote).quant_states == local.quant_states
-
-
-def test_an_evaluation_runs_what_codes_stand_for(tmp_path: Path) -> None:
-    source = stored(tmp_path / "source", NESTED, shards=2)
-    dequantize(source, tmp_path / "plain")
-    assert computes_the_same(source, tmp_path / "plain")
-
-
-def test_a_large_quant_state_is_not_read(tmp_path: Path) -> None:
-    source = stored(tmp_path / "source", FLAT)
-    change_weights(source, lambda weights: weights.update({STATE: torch.full((1025,), 32, dtype=torch.uint8)}))
-    assert STATE not in open_checkpoint(source).quant_states
-    with pytest.raises(SourceError, match="has no quant_state"):
-        dequantize(source, tmp_path / "out")
 
 
 def test_values_of_a_table_are_their_own_nearest() -> None:

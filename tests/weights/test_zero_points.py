@@ -12,21 +12,13 @@ import torch
 from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
-from openquant.formats.kernels import unpack_words
-from openquant.formats.numbers import INT4, INT8_WORDS
 from support import small_checkpoints
 from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
 from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
-KINDS = [(4, 32), (4, None), (8, 32), (8, None), (3, 32), (5, None), (6, 32), (7, 32), (2, None)]
-
-
-def test_the_first_of_the_rows_in_a_word_is_lowest() -> None:
-    words = torch.tensor([[0x76543210, 0x01234567]]).numpy().astype("uint32")
-    assert unpack_words(words, INT4).T.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0]]
-    assert unpack_words(words, INT8_WORDS).T.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x67, 0x45, 0x23, 0x01]]
+KINDS = [(4, 32), (8, None), (3, 32), (5, None)]
 
 
 @for_each(("bits", "size"), KINDS)
@@ -42,19 +34,6 @@ def test_dequantized_as_compressed_tensors_does(tmp_path: Path, bits: int, size:
         assert torch.equal(plain[name].view(torch.int16), wanted.bfloat16().view(torch.int16))
 
 
-def test_quantized_anew_and_held_against_the_model_they_are_of(tmp_path: Path) -> None:
-    original = small_checkpoints.write(tmp_path / "original")
-    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
-    report = verify(source, original, full=True)
-    assert report.problems == ()
-    assert report.equal_share == 1
-    assert len(report.errors) == 14
-    assert max(error.relative for error in report.errors) < 0.12
-    dequantize(source, tmp_path / "plain")
-    compress(source, tmp_path / "out", "block")
-    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
-
-
 def test_zero_points_of_others_show(tmp_path: Path) -> None:
     source = store(tmp_path / "source", asymmetric(), asymmetric_config())
     sound = (source / "model.safetensors").read_bytes()
@@ -64,13 +43,7 @@ def test_zero_points_of_others_show(tmp_path: Path) -> None:
     assert len(report.problems) == 1
     assert f"{Q}.weight_packed is off by" in report.problems[0]
 
-    # Without a weight, and of symmetric weights.
-    (source / "model.safetensors").write_bytes(sound)
-    more = {"more_weight_zero_point": torch.zeros(1), "gone.weight_zero_point": torch.zeros(1, 1)}
-    change_weights(source, lambda weights: weights.update(more))
-    assert verify(source).problems == (
-        "model.safetensors: gone.weight_zero_point has no weight: gone.weight is missing",
-    )
+    # Of symmetric weights.
     (source / "model.safetensors").write_bytes(sound)
     change_json(
         source / "config.json",
@@ -107,8 +80,7 @@ def test_zero_points_that_are_none(tmp_path: Path) -> None:
         assert verify(source).problems == (found,)
 
 
-@for_each("bits", [2, 3, 5, 6, 7])
-@for_each("shifted", [False, True])
+@for_each(("bits", "shifted"), [(2, True), (3, False), (5, True), (6, False), (7, True)])
 def test_each_width_is_written_verified_and_read_back(tmp_path: Path, bits: int, shifted: bool) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     compress(source, out, f"int{bits}", asymmetric=shifted, group_size="32")  # type: ignore[arg-type]
