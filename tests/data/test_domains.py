@@ -71,14 +71,6 @@ def test_every_line_of_json_is_in_one_block(tmp_path_factory: pytest.TempPathFac
         assert [part for block in parts(path) for part in block] == lines
 
 
-def test_where_a_block_begins_does_not_depend_on_what_is_asked(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    blocks = parts(path)
-    assert len(blocks) == 5 and all(len(part) == 1 and part[0].endswith("\n") for part in blocks)
-    assert sum(len(part[0].encode()) for part in blocks) > 0.999 * path.stat().st_size
-
-
 def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
@@ -94,9 +86,7 @@ def test_a_broken_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> No
         (b"{", "a.jsonl line 3 is not valid JSON: Expecting property name"),
         (b"[1]", "a.jsonl line 3 is [1], not an object"),
         (b'{"prompt": "x"}', "a.jsonl line 3 has neither `text` nor `messages`, only 'prompt'"),
-        (b'{"text": 3}', "a.jsonl line 3 has neither `text` nor `messages`, only 'text'"),
         (b'{"messages": "x"}', "a.jsonl line 3 has `messages` that are 'x', not a list of objects"),
-        (b'{"messages": []}', "a.jsonl line 3 has `messages` that are [], not a list of objects"),
         (b'{"messages": ["x"]}', "a.jsonl line 3 has `messages` that hold 'x', not an object"),
         (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that hold one without a `role`"),
         (b'{"text": "\xff"}', "a.jsonl line 3 is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
@@ -222,18 +212,9 @@ def test_a_small_dataset_is_halved(dataset: Path) -> None:
     assert [message["content"] for message in domain.read(0)[0].content] == ["Hi", None]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("{}:nothing", "dataset {}:nothing cannot be read: "),
-        ("{}::nothing", "dataset {}::nothing cannot be read: "),
-        ("{}/nowhere", "dataset {}/nowhere cannot be read: "),
-    ],
-)
-def test_a_dataset_that_cannot_be_read(dataset: Path, name: str, message: str) -> None:
-    with pytest.raises(SourceError) as caught:
-        open_dataset(name.format(dataset), 2)
-    assert str(caught.value).startswith(message.format(dataset))
+def test_a_dataset_that_cannot_be_read(dataset: Path) -> None:
+    with pytest.raises(SourceError, match=f"^dataset {dataset}::nothing cannot be read: "):
+        open_dataset(f"{dataset}::nothing", 2)
 
 
 def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None:
@@ -246,26 +227,11 @@ def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None
     )
 
 
-def test_scripts_of_a_dataset_are_not_run(dataset: Path, tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        (dataset / f"{split}.jsonl").unlink()
-    (dataset / "data.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
-    (dataset / "data.pkl").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
-    with pytest.raises(SourceError, match=f"^dataset {dataset} cannot be read: "):
-        open_dataset(str(dataset), 2)
-    assert not (tmp_path / "planted").exists()
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        ("raise ImportError", "--dataset needs datasets, which is not installed"),
-        ("__version__ = '3.6.0'", "--dataset needs datasets 4 or newer; 3.6.0 is installed"),
-    ],
-)
-def test_datasets_is_an_extra(tmp_path: Path, module: str, message: str) -> None:
-    (tmp_path / "datasets.py").write_text(module)
+def test_datasets_is_an_extra(tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").write_text("__version__ = '3.6.0'")
     script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"
+    assert done.stderr.splitlines()[-1] == (
+        "openquant.errors.UsageError: --dataset needs datasets 4 or newer; 3.6.0 is installed"
+    )

@@ -53,13 +53,6 @@ NAMES = [
     "model.layers.0.self_attn.q_proj.weight_packed", "model.layers.0.mlp.experts.gate_up_proj_blocks", "\ud800",
     "model.layers.0.self_attn.q_proj.qweight", "re:.*", "a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z.weight",
 ]  # fmt: skip
-FRONT = [
-    "a: !!python/object/apply:os.system [id]", "a: &x [*x]", "a: 1:" + "59:" * 60 + "1", "tags:", "tags: x",
-    "a: &a [1]\nb: &b [*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d]",
-    "tags: [fp8, 1, null, [a]]", "tags: {a: b}", "base_model: [a, b]", "base_model: {}", "license: no", "? [a]\n: b",
-    "a: " + "[" * 500, "a: 2001-99-99", "a: |\n  text", "a: b: c", "\ta: b", "- a\n- b", "just text", "a: 'x", "null: 1",
-    "pipeline_tag: 5", "model-index: x", "a: !!binary ====", "a: *missing", "a: \0", "a: 1\na: 2", "<<: 5", "a: 9" + "0" * 5000,
-]  # fmt: skip
 PLANTED = ["d", "d/credentials.json", "../precious", "../precious/keep", "config.json/x", "/etc/hostname", ".",
            ".openquant/lock", ".openquant", "a" * 300, "a\nb", "\ud800", "", "model.safetensors", JOURNAL]  # fmt: skip
 QUANTIZATIONS: list[Any] = [
@@ -368,16 +361,6 @@ def _bytes(rng: random.Random, root: Path) -> str | None:
 # Other files.
 
 
-def _card(rng: random.Random, root: Path) -> str | None:
-    lines = "\n".join(rng.choice(FRONT) for _ in range(rng.randint(1, 3)))
-    end = rng.choice(["\n---\n", "\n--- \n", "\n", "\n---", "\r\n---\r\n"])
-    text = f"---\n{lines}{end}# Title\n\ntext\n"
-    if rng.random() < 0.1:
-        text = rng.choice(["", "---", "---\n---\n", "---\n" * 1000, "\ufeff" + text, text * 300, "a: b\n" * 200_000])
-    _write(root / "README.md", text.encode("utf-16" if rng.random() < 0.03 else "utf-8", errors="replace"))
-    return f"README.md: {lines[:60]!r}"
-
-
 def _kind(rng: random.Random, root: Path) -> str | None:
     """A file that is something else: a directory, a pipe, a link, a device, a socket, empty, forbidden."""
     names = [*sorted(path.name for path in root.iterdir()), "README.md", INDEX, "hf_quant_config.json", ".openquant"]
@@ -445,5 +428,5 @@ def _write(path: Path, data: bytes) -> None:
 
 WAYS: list[Callable[[random.Random, Path], str | None]] = [
     _config, _config, _index, _journal, _quantization, _quantization, _header, _header, _tensor, _tensor,
-    _tensor, _bytes, _card, _kind, _extra,
+    _tensor, _bytes, _kind, _extra,
 ]  # fmt: skip

@@ -108,8 +108,6 @@ SERVED = tuple(
         and (scheme != "channel" or name in (*PLAIN_EXPERTS, *DENSE) or not MODELS[name].experts)
     )
 )
-# A server takes as long as forty models: by day one per tensor answers, in test_serve_from_hub.py.
-ANSWERING = ((TRAINED, "block"), *(run for run in SERVED if run == (QWEN3_MOE, "tensor")))
 # The trained model in each scheme, the others in one, in turn; in all with OPENQUANT_ALL=1.
 RUN = (
     *(run for run in SERVED if run[0] == TRAINED),
@@ -143,21 +141,16 @@ class Mixture:
 
 
 ALL_MIXTURES = {
-    "rows-and-blocks": Mixture(TRAINED, "block", {"scheme_for": {ATTENTION: "channel"}}, {"block": 12, "channel": 16}),
     "tensors-and-rows": Mixture(
         TRAINED, "tensor", {"scheme_for": {ATTENTION: "channel"}}, {"tensor": 12, "channel": 16}
     ),
     "experts-in-blocks": Mixture(
         QWEN3_MOE, "channel", {"scheme_for": {"**.experts.**": "block"}}, {"channel": 11, "block": 12}
     ),
-    "attention-by-row": Mixture(
-        QWEN3_MOE, "block", {"scheme_for": {ATTENTION: "channel"}}, {"block": 15, "channel": 8}
-    ),
     # Half of its key and value heads is no block.
     "two-ranks": Mixture(TRAINED, "block", {"tp": 2}, {"block": 16, "channel": 12}),
     "reordered": Mixture("Llama4ForCausalLM", "block", {"ignore": ["**.experts.**"]}, {"block": 8, "channel": 6}),
     "head-by-row": Mixture(TRAINED, "channel", {"quantize_lm_head": True}, {"channel": 29}),
-    "head-by-tensor": Mixture(TRAINED, "tensor", {"quantize_lm_head": True}, {"tensor": 29}),
     "head-beside-blocks": Mixture(TRAINED, "block", {"quantize_lm_head": True}, {"block": 28, "channel": 1}),
 }
 MIXTURES = {name: mixture for name, mixture in ALL_MIXTURES.items() if mixture.source in (TRAINED, *RANDOM)}
@@ -265,25 +258,10 @@ def test_the_table_says_which_are_served() -> None:
 # Answers over HTTP.
 
 
-@pytest.mark.parametrize(("name", "scheme"), ANSWERING)
-def test_answers(name: str, scheme: str, engine: Engine, compressed: dict[str, Path], tmp_path: Path) -> None:
-    model = compressed[f"{name}-{scheme}"]
-    with engine.serve(model, tmp_path / "log", shim=scheme == "tensor") as address:
-        answer = complete(address, model, "import os\n\ndef main(")
-    assert answer["object"] == "text_completion"
-    assert answer["choices"][0]["text"]
-    assert answer["usage"]["completion_tokens"] == 8
-
-
 def test_two_ranks_serve_what_falls_back_for_them(engine: Engine, mixtures: dict[str, Path], tmp_path: Path) -> None:
     model = mixtures["two-ranks"]
     with engine.serve(model, tmp_path / "log", shim=False, ranks=2) as address:
         assert complete(address, model, "import os\n\ndef main(")["choices"][0]["text"]
-    compress(EXAMPLE, tmp_path / "blocks", "block", format=COMPRESSED)
-    refused = tmp_path / "refused"
-    with pytest.raises(EngineError), engine.serve(tmp_path / "blocks", refused, shim=False, ranks=2):
-        pass
-    assert "is not divisible by weight quantization block_n = 128" in refused.read_text(errors="replace")
 
 
 # Log-probabilities.
@@ -303,8 +281,7 @@ def logprobs(
     models["separate"] = separate_scales(compressed[f"{TRAINED}-tensor"], root / "separate")
     for name in ("separate", *(f"{name}-{scheme}" for name, scheme in DEQUANTIZED), *mixtures):
         models[f"{name}-dequantized"] = dequantize(models[name], root / f"{name}-dequantized")
-    for scheme in SCHEMES:
-        models[f"larger-{scheme}"] = larger_scales(compressed[f"{TRAINED}-{scheme}"], root / f"larger-{scheme}")
+    models["larger"] = larger_scales(compressed[f"{TRAINED}-block"], root / "larger")
     return engine.logprobs(models, root / "answers")
 
 
@@ -331,12 +308,8 @@ def test_mixtures_compute_what_codes_and_scales_stand_for(name: str, logprobs: A
     assert logprobs.between(MIXTURES[name].source, name) <= TO_SOURCE
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_control_larger_scales_show(scheme: str, logprobs: Answers) -> None:
-    assert logprobs.between(TRAINED, f"larger-{scheme}") > TO_SOURCE
-
-
-def test_control_separate_scales_show(logprobs: Answers) -> None:
+def test_control_larger_and_separate_scales_show(logprobs: Answers) -> None:
+    assert logprobs.between(TRAINED, "larger") > TO_SOURCE
     assert logprobs.between("separate-dequantized", "separate") > TO_DEQUANTIZED["tensor"]
 
 
@@ -366,52 +339,22 @@ def separate_scales(source: Path, target: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """A compressed directory whose layers and weights vLLM is asked for.
-
-    Attributes:
-        name: what pytest calls it.
-        architecture: one of small_checkpoints.ARCHITECTURES.
-        scheme: one of SCHEMES.
-        ignore: patterns.
-        config: changes to the source's config.json.
-        prefixes: changes to the source's tensor names.
-        mlp: rows of gate and up to leave; None for all.
-        format: as compress() takes it.
-        scale_format: likewise.
-        options: more of what it takes.
-    """
+    """A compressed directory whose layers and weights vLLM is asked for: its name for pytest, and what it is made of."""
 
     name: str
     architecture: str
     scheme: str
-    ignore: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
-    prefixes: Mapping[str, str] = field(default_factory=dict)
-    mlp: int | None = None
-    format: str | None = None
-    scale_format: str = "float"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-# As transformers 4.52 and later write them.
-NEWER_PREFIXES = {
-    "language_model.model.": "model.language_model.",
-    "vision_tower.": "model.vision_tower.",
-    "multi_modal_projector.": "model.multi_modal_projector.",
-}
 GEMMA3_WRAPPED, LLAMA4_WRAPPED = "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"
-SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}
+BLOCKS = {"format": COMPRESSED}
 
 
 def mixed(architecture: str, scheme: str, pattern: str, other: str) -> Case:
     """Where the two schemes met the wrong layers, a scale would not have the shape that vLLM expects."""
-    return Case(
-        f"{architecture}-{scheme}-{other}",
-        architecture,
-        scheme,
-        format=COMPRESSED,
-        options={"scheme_for": {pattern: other}},
-    )
+    options = {"format": COMPRESSED, "scheme_for": {pattern: other}}
+    return Case(f"{architecture}-{scheme}-{other}", architecture, scheme, options)
 
 
 def has_head(architecture: str) -> bool:
@@ -426,14 +369,11 @@ def is_quantized(architecture: str) -> bool:
 
 
 MORE_CASES = (
-    Case("compressed-tensor", "LlamaForCausalLM", "tensor", format=COMPRESSED),
-    Case("compressed-block", "LlamaForCausalLM", "block", format=COMPRESSED),
-    Case("compressed-block-experts", QWEN3_MOE, "block", format=COMPRESSED),
+    Case("compressed-tensor", "LlamaForCausalLM", "tensor", BLOCKS),
+    Case("compressed-block", "LlamaForCausalLM", "block", BLOCKS),
     # In the fp8 format it is refused.
-    Case("compressed-block-renamed", "Mistral3ForConditionalGeneration", "block", format=COMPRESSED),
-    # Queries, keys and values fall back to rows by themselves.
-    Case("compressed-block-reordered", "Llama4ForCausalLM", "block", format=COMPRESSED),
-    Case("compressed-two-ranks", QWEN3_MOE, "block", format=COMPRESSED, options={"tp": 2}),
+    Case("compressed-block-renamed", "Mistral3ForConditionalGeneration", "block", BLOCKS),
+    Case("compressed-two-ranks", QWEN3_MOE, "block", {**BLOCKS, "tp": 2}),
     mixed("Qwen3ForCausalLM", "block", "model.layers.0.self_attn.k_proj", "channel"),
     mixed(QWEN3_MOE, "block", "**.experts.**", "channel"),
     # The engine's own names: of a merged layer, of a wrapper's parts, of the experts' module, of its backend.
@@ -446,30 +386,22 @@ MORE_CASES = (
     mixed("Qwen3VLForConditionalGeneration", "block", "**.self_attn.*", "tensor"),
     mixed("Olmo2ForCausalLM", "block", "**.self_attn.*", "channel"),
     *(
-        Case(
-            f"{name}-tables",
-            name,
-            "channel",
-            options={"quantize_lm_head": True, "quantize_embeddings": is_quantized(name)},
-        )
+        Case(f"{name}-tables", name, "channel", {"quantize_lm_head": True, "quantize_embeddings": is_quantized(name)})
         for name in small_checkpoints.ARCHITECTURES
         if name not in UNBUILT and has_head(name) and small_checkpoints.refused(name, find_scheme("channel")) is None
     ),
-    Case("powers-of-two", QWEN3_MOE, "block", scale_format="ue8m0"),
-    Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),
-    Case("uneven-mlp", "LlamaForCausalLM", "block", config={"intermediate_size": 448}, mlp=448),
-    Case("some-rows", "Qwen3ForCausalLM", "channel", ("model.layers.0.self_attn.k_proj",)),
-    Case("uneven-rows", "LlamaForCausalLM", "channel", config={"intermediate_size": 448}, mlp=448),
-    Case("experts-by-one", QWEN3_MOE, "block", ("model.layers.1.mlp.experts.2.up_proj",)),
-    Case("experts-by-row", QWEN3_MOE, "channel", ("model.layers.1.mlp.experts.2.up_proj",)),
-    Case("dense-by-row", QWEN3_MOE, "channel", ("model.layers.0.mlp.gate_proj",), SPARSE_STEP),
-    Case("dense-among-experts", QWEN3_MOE, "tensor", ("model.layers.0.mlp.gate_proj",)),
-    # The engine then knows no members of gate_up_proj.
-    Case("dense-by-step", QWEN3_MOE, "block", ("model.layers.0.mlp.gate_proj",), SPARSE_STEP),
-    Case("llama4-experts", "Llama4ForCausalLM", "tensor", (EXPERTS_IGNORED, "**.shared_expert.*")),
-    Case("gemma3-newer-names", GEMMA3_WRAPPED, "block", ("**.layers.1.mlp.up_proj",), prefixes=NEWER_PREFIXES),
-    # No such case for Llama 4: vLLM loads no checkpoint with these names, quantized or not.
-    Case("llama4-wrapped", LLAMA4_WRAPPED, "tensor", ("**.layers.1.self_attn.*", "**.layers.0.feed_forward.up_proj")),
+    Case("powers-of-two", QWEN3_MOE, "block", {"scale_format": "ue8m0"}),
+    Case("some-attention", "Qwen3ForCausalLM", "block", {"ignore": ["model.layers.0.self_attn.k_proj"]}),
+    Case("experts-by-one", QWEN3_MOE, "block", {"ignore": ["model.layers.1.mlp.experts.2.up_proj"]}),
+    Case("experts-by-row", QWEN3_MOE, "channel", {"ignore": ["model.layers.1.mlp.experts.2.up_proj"]}),
+    Case("dense-among-experts", QWEN3_MOE, "tensor", {"ignore": ["model.layers.0.mlp.gate_proj"]}),
+    Case("llama4-experts", "Llama4ForCausalLM", "tensor", {"ignore": [EXPERTS_IGNORED, "**.shared_expert.*"]}),
+    Case(
+        "llama4-wrapped",
+        LLAMA4_WRAPPED,
+        "tensor",
+        {"ignore": ["**.layers.1.self_attn.*", "**.layers.0.feed_forward.up_proj"]},
+    ),
 )
 # What must be listed, since vLLM builds it as FP8 where it is not.
 LISTED = {
@@ -515,17 +447,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def compress_case(case: Case, root: Path) -> Path:
-    weights = {}
-    for name, weight in small_checkpoints.tensors(case.architecture).items():
-        if case.mlp and ".mlp." in name:
-            weight = weight[:, : case.mlp] if ".down_proj." in name else weight[: case.mlp]
-        prefix = next((prefix for prefix in case.prefixes if name.startswith(prefix)), "")
-        weights[case.prefixes.get(prefix, "") + name.removeprefix(prefix)] = weight.contiguous()
-    source = small_checkpoints.write(root / f"{case.name}-source", case.architecture, weights=weights)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, **case.config}))
-    formats = {"format": case.format, "scale_format": case.scale_format}
-    compress(source, root / case.name, case.scheme, **formats, ignore=case.ignore, **case.options)
+    source = small_checkpoints.write(root / f"{case.name}-source", case.architecture)
+    compress(source, root / case.name, case.scheme, **case.options)
     return root / case.name
 
 
@@ -534,27 +457,18 @@ def layers(
     engine: Engine,
     cases: dict[str, Path],
     compressed: dict[str, Path],
-    mixtures: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Layers:
-    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, `dropped-<scheme>` and `ungrouped`."""
+    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, and of one without a scale, `dropped`."""
     root = tmp_path_factory.mktemp("layers")
     models = dict(cases)
     for architecture, scheme in UNLISTED:
         name = f"{architecture}-{scheme}"
         models[f"{name}-unlisted"] = unlist(cases[name], root / name)
-    for scheme in SCHEMES:
-        source = compressed[f"{TRAINED}-{scheme}"]
-        tensors = {
-            name: tensor
-            for name, tensor in small_checkpoints.read(source).items()
-            if f"{DROPPED}.weight_scale" not in name
-        }
-        models[f"dropped-{scheme}"] = rewrite(source, root / f"dropped-{scheme}", tensors)
-    source = mixtures["rows-and-blocks"]
-    config = json.loads((source / "config.json").read_text())
-    del config["quantization_config"]["config_groups"]["group_1"]
-    models["ungrouped"] = rewrite(source, root / "ungrouped", small_checkpoints.read(source), config)
+    source = compressed[f"{TRAINED}-block"]
+    tensors = small_checkpoints.read(source)
+    del tensors[f"{DROPPED}.weight_scale_inv"]
+    models["dropped"] = rewrite(source, root / "dropped", tensors)
     return dict(zip(models, engine.layers(list(models.values()), root / "answers"), strict=True))
 
 
@@ -579,15 +493,7 @@ def test_control_unlisted_layers_show(architecture: str, scheme: str, layers: La
     assert unlisted - listed == {usual(module) for module in LISTED[architecture]}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_control_a_missing_scale_shows(scheme: str, layers: Layers) -> None:
-    answer = layers[f"dropped-{scheme}"]
+def test_control_a_missing_scale_shows(layers: Layers) -> None:
+    answer = layers["dropped"]
     assert isinstance(answer, EngineError)
-    name = f"{DROPPED}.{find_scheme(scheme).format.scale.name}"
-    assert f"Following weights were not initialized from checkpoint: {{'{name}'}}" in str(answer)
-
-
-def test_control_a_missing_group_shows(layers: Layers) -> None:
-    answer = layers["ungrouped"]
-    assert isinstance(answer, EngineError)
-    assert "assert param_data.shape == loaded_weight.shape" in str(answer)
+    assert f"were not initialized from checkpoint: {{'{DROPPED}.weight_scale_inv'}}" in str(answer)

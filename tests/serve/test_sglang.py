@@ -191,10 +191,8 @@ ALL_CELLS = (
         for name, scheme in in_turn(
             (name, scheme)
             for name in (
-                *(QWEN3, QWEN3_MOE, GEMMA3, DEEPSEEK, "Phi3ForCausalLM", "Glm4ForCausalLM", "MixtralForCausalLM"),
-                *("MiniMaxM2ForCausalLM", "Lfm2MoeForCausalLM", "Mistral3ForConditionalGeneration"),
-                *("Qwen3_5MoeForConditionalGeneration", "NemotronHForCausalLM", "Gemma2ForCausalLM"),
-                *("Qwen2_5_VLForConditionalGeneration", "PhiForCausalLM"),
+                *(QWEN3, QWEN3_MOE, GEMMA3, DEEPSEEK, "Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Lfm2MoeForCausalLM"),
+                *("Mistral3ForConditionalGeneration", "NemotronHForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
             )
             for scheme in ("tensor", "channel")
         )
@@ -206,8 +204,6 @@ ALL_CELLS = (
             (QWEN3_MOE, EXPERTS),
             (GEMMA3, ATTENTION),
             (DEEPSEEK, LATENT),
-            ("Glm4MoeLiteForCausalLM", LATENT),
-            ("MixtralForCausalLM", ATTENTION),
             ("NemotronHForCausalLM", "**.mixer.{q,k,v}_proj"),
             ("Qwen3_5ForConditionalGeneration", "**.linear_attn.*"),
         )
@@ -231,19 +227,20 @@ ALL_CELLS = (
     *(
         Cell(name, "channel", {"quantize_lm_head": True}, "head")
         for name in (
-            *(QWEN3, "LlamaForCausalLM", DEEPSEEK, "MixtralForCausalLM", "MiniMaxM2ForCausalLM", "PhiForCausalLM"),
-            *("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "StableLmForCausalLM", "Qwen3_5ForCausalLM"),
-            *("Qwen3_5MoeForCausalLM", "Qwen3VLForConditionalGeneration", "MiMoForCausalLM"),
+            QWEN3,
+            "LlamaForCausalLM",
+            DEEPSEEK,
+            "MiniMaxM2ForCausalLM",
+            "HunYuanMoEV1ForCausalLM",
+            "StableLmForCausalLM",
         )
     ),
 )
 CELLS = tuple(cell for cell in ALL_CELLS if cell.architecture in CHOSEN)
-# Names that no other engine asks for, of a cell and of the entry that is taken out of its lists and targets.
+# Names that no other engine asks for: a cell, and the entry that is taken out of its lists and targets.
 ALL_CONTROLS = {
     "merged": (Cell(QWEN3, "channel", IGNORED), ".qkv_proj"),
-    "latent": (Cell(DEEPSEEK, "block-compressed"), ".fused_qkv_a_proj_with_mqa"),
     "tower": (Cell(GEMMA3, "tensor"), "vision_tower"),
-    "tower-expression": (Cell(GEMMA3, "channel"), "re:(.*[.])?vision_tower[.].*"),
 }
 CONTROLS = {name: control for name, control in ALL_CONTROLS.items() if control[0].architecture in CHOSEN}
 # What --fit chooses of the example.
@@ -251,8 +248,8 @@ FIT = "fit"
 DROPPED = "model.layers.1.mlp.down_proj.weight_scale"
 # With scales of keys and values, which its classes of Llama load; some others take 1 in their place (models.py).
 CACHED = [
-    *(("LlamaForCausalLM", scheme) for scheme in ("channel", "tensor", "none")),
-    *((name, "channel") for name in (QWEN3, "Qwen2ForCausalLM")),
+    *(("LlamaForCausalLM", scheme) for scheme in ("channel", "none")),
+    (QWEN3, "channel"),
 ]
 
 Loaded = dict[str, "dict[str, Any] | EngineError"]
