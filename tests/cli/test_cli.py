@@ -241,15 +241,12 @@ def untold(why: str) -> tuple[int, str]:
     return 2, f"error: stdout cannot be written: {why}\n{hint}"
 
 
-FULL, BROKEN, BAD = (untold(why) for why in ("No space left on device", "Broken pipe", "Bad file descriptor"))
+FULL, BROKEN = (untold(why) for why in ("No space left on device", "Broken pipe"))
 STREAMS = {
     "| head -1": (0, ""),
-    ">&-": (0, ""),
-    "2> /dev/full": (0, ""),
     "> /dev/full": FULL,
     # A program that asked for a result has none.
     "--json | true": BROKEN,
-    "--json >&-": BAD,
 }
 
 
@@ -267,17 +264,12 @@ def test_streams_that_fail_do_not_stop_the_work(subtests: pytest.Subtests, sourc
             assert (done.returncode, done.stderr) == ends
             assert tree(tmp_path / "out") == tree(tmp_path / "same")
             shutil.rmtree(tmp_path / "out")
-            if streams in ("2> /dev/full", "--json >&-"):
-                failed = bash(words.replace(" -o", " -m nowhere/at/all -o"))
-                assert failed.returncode == 2
-                assert "Traceback" not in failed.stderr
 
     # An answer that cannot be written is no success.
-    for command in (f"verify {tmp_path}/same --json", "--version"):
-        with subtests.test(command), open("/dev/full", "w") as full:
-            asked = [sys.executable, "-m", "openquant", *command.split()]
-            done = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-            assert (done.returncode, done.stderr) == FULL
+    with open("/dev/full", "w") as full:
+        asked = [sys.executable, "-m", "openquant", "verify", str(tmp_path / "same"), "--json"]
+        done = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == FULL
 
 
 def test_a_memory_limit_turns_xet_off_but_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ class Engine:
     def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs", **environment: str) -> Answers:
         """Log-probabilities of the same prompts by each model, [position, token].
 
-        The prompts are random ones, with "text" text, with "cached" text by an FP8 cache, with FILE.json those of a file.
+        The prompts are random ones, with "text" those of text_prompts.json.
         With "pooled" they are embeddings or scores, [prompt, value].
         """
         found = self._ask(mode, list(models.values()), output, **environment)

@@ -17,8 +17,8 @@ from openquant.models import MODELS
 from openquant.plan.plan import ignored_layers, make_plan
 from openquant.version import SGLANG
 from support import small_checkpoints
-from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
-from vllm_probe.modules import EngineModule, engine_modules
+from vllm_probe.client import EngineAnswer, Question, ask_engine
+from vllm_probe.modules import engine_modules
 
 pytestmark = pytest.mark.serve
 
@@ -47,36 +47,15 @@ def listed(architecture: str, root: Path) -> list[str]:
     return ignored_layers(make_plan(open_checkpoint(source), scheme))
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineAnswer]:
-    """What vLLM says of each architecture that a test here is about."""
-    root, interpreter = tmp_path_factory.mktemp("asked"), find_engine().python
-    questions = {
-        name: Question(small_checkpoints.config(name), small_checkpoints.shapes(name), listed(name, root))
+def test_an_entry_says_what_the_engine_does(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    questions = [
+        Question(small_checkpoints.config(name), small_checkpoints.shapes(name), listed(name, tmp_path))
         for name in HELD
-    }
-    found = dict(zip(questions, ask_engine(list(questions.values()), interpreter, HERE / "stub"), strict=True))
-    failed = {name: one.message for name, one in found.items() if isinstance(one, EngineFailed)}
-    assert failed == {}
-    return {name: one for name, one in found.items() if isinstance(one, EngineAnswer)}
-
-
-@pytest.fixture(scope="module")
-def told(asked: dict[str, EngineAnswer]) -> dict[str, dict[str, EngineModule]]:
-    """The same by the checkpoint's modules."""
-    return {name: engine_modules(one, small_checkpoints.shapes(name)) for name, one in asked.items()}
-
-
-def test_an_entry_says_what_the_engine_does(subtests, told):
-    for architecture in HELD:
+    ]
+    for architecture, answer in zip(HELD, ask_engine(questions, find_engine().python, HERE / "stub"), strict=True):
         with subtests.test(architecture=architecture):
-            assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
-            assert (
-                differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
-            )
-
-
-LLAMA, QWEN3_MOE, STABLELM, GRANITE = (
-    *("LlamaForCausalLM", "Qwen3MoeForCausalLM"),
-    *("StableLmForCausalLM", "GraniteMoeForCausalLM"),
-)
+            assert isinstance(answer, EngineAnswer), answer
+            told = engine_modules(answer, small_checkpoints.shapes(architecture))
+            assert any(one.layer is not None and one.layer.linear for one in told.values())
+            found = differences(MODELS[architecture], told)
+            assert found.keys() == EXPLAINED.get(architecture, {}).keys()

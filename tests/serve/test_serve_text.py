@@ -68,6 +68,11 @@ CASES: dict[str, tuple[Mapping[str, Any], float | None, float | None]] = {
     "int2-with-embedding": ({"scheme": "int2", "quantize_embeddings": True}, None, OWN),
     "int3-gptq": ({"scheme": "int3", **GPTQ}, None, OWN),
     "int6-beside-int3": ({"scheme": "int6", "scheme_for": {MLP: "int3"}}, None, OWN),
+    # An FP8 cache of keys and values: without it channel is 0.0019.
+    "channel": ({"scheme": "channel"}, 0.0021, None),
+    "cached": ({"scheme": "channel", "kv_cache": "fp8"}, 0.0033, None),
+    "cached-calibrated": ({"scheme": "channel", "kv_cache": "fp8"}, 0.0033, None),
+    "cached-alone": ({"scheme": "none", "kv_cache": "fp8"}, 0.0015, None),
     "nvfp4": ({"scheme": "nvfp4"}, 0.0066, OWN),
     "nvfp4-with-head": ({"scheme": "nvfp4", "quantize_lm_head": True}, 0.0119, OWN),
     "nvfp4-beside-mxfp4": ({"scheme": "nvfp4", "scheme_for": {MLP: "mxfp4"}}, 0.010, OWN),
@@ -137,10 +142,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     find_engine()
     root = tmp_path_factory.mktemp("text")
     asked = {name: {**options} for name, (options, _, _) in CASES.items()}
-    asked["w4a4-calibrated"]["calibration"] = calibrate(EXAMPLE, root / "calibration", samples=16)
+    calibration = calibrate(EXAMPLE, root / "calibration", samples=16)
+    for name in ("w4a4-calibrated", "cached-calibrated"):
+        asked[name]["calibration"] = calibration
     models = compressed_examples(root, asked, {name for name, (_, _, own) in CASES.items() if own is not None})
     for control, (case, change, _) in CONTROLS.items():
         models[control] = rewrite(models[case], root / control, change(small_checkpoints.read(models[case])))
+    cached = small_checkpoints.read(models["cached-calibrated"])
+    models["cache-off"] = rewrite(models["cached-calibrated"], root / "cache-off", larger("k_scale", 2.0**16)(cached))
 
     models |= {"experts": mixture_of_experts.make(root / "experts"), "twin": twin(EXAMPLE, root / "twin")}
     for name, source, options in (
@@ -172,6 +181,14 @@ def test_control_what_is_off_or_lies_elsewhere_shows(logprobs: Answers, subtests
             assert logprobs.between(f"{case}-plain", control) > least
 
 
+def test_an_fp8_cache_is_rounded_by_its_scales(logprobs: Answers) -> None:
+    for before, after in (("channel", "cached"), ("channel", "cached-calibrated"), ("source", "cached-alone")):
+        cost = logprobs.between("source", after) - logprobs.between("source", before)
+        # Keys and values are rounded at all.
+        assert 0.0007 < cost < 0.0015, after
+    assert logprobs.between("channel", "cache-off") > 0.5
+
+
 def test_experts_are_rounded_by_what_comes_to_each(logprobs: Answers) -> None:
     # Found: 0.0001; 0.0042 and 0.0089.
     assert logprobs.between("source", "experts") <= 0.0005
@@ -199,7 +216,8 @@ def test_the_chosen_mixture_has_three_schemes_or_more(models: dict[str, Path]) -
 def test_openquant_eval_says_the_same(models: dict[str, Path], logprobs: Answers) -> None:
     ids = json.loads((Path(__file__).parent / "text_prompts.json").read_text())
     texts = Corpus(tuple(Document("code", str(at), tuple(each)) for at, each in enumerate(ids)), "", {})
-    names = ("twin-int8", "twin-smooth")
-    source, *outputs = (ModelUnderTest(each, open_checkpoint(models[each])) for each in ("twin", *names))
-    for name, found in zip(names, compare_outputs(source, outputs, texts, EvaluationSettings()).outputs, strict=True):
-        assert found["kl"]["mean"] == pytest.approx(logprobs.between("twin", name), rel=0.1)
+    for source, *names in (("twin", "twin-int8", "twin-smooth"), ("source", "cached", "cached-alone")):
+        of, *outputs = (ModelUnderTest(each, open_checkpoint(models[each])) for each in (source, *names))
+        evaluated = compare_outputs(of, outputs, texts, EvaluationSettings()).outputs
+        for name, found in zip(names, evaluated, strict=True):
+            assert found["kl"]["mean"] == pytest.approx(logprobs.between(source, name), rel=0.1)
