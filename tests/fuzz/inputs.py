@@ -1,10 +1,9 @@
-"""Files that a command is given beside a model, damaged: calibrations, kept passes, layers that GPTQ has rounded, recipes,
-texts, prompts and evaluations. Each kind is a function that damages a file, and gives what reads it.
+"""Files of ours that a command is given beside a model, damaged: calibrations, kept passes, and layers that GPTQ has rounded.
+Each kind is a function that damages a file, and gives what reads it.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import shutil
@@ -14,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,20 +20,11 @@ from unittest.mock import patch
 import damage
 from conftest import EXAMPLE
 from openquant import OpenQuantError, calibrate, compress
-from openquant.data.corpus import read_corpus
-from openquant.data.domains import read_prompts
-from openquant.data.tokenizer import load_tokenizer
-from openquant.files.cards import read_evaluation
-from openquant.files.checkpoint import Fingerprint, open_checkpoint, readable
 from openquant.files.shardfile import LayerStore
-from openquant.options import CalibrationTexts
-from openquant.recipes import read_recipe
-from openquant.report.card import evaluated_card
 from openquant.streaming import pass_checkpoint
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from openquant.weights.statistics import calibrations, read_calibration
 from support import small_checkpoints
-from support.evaluation_files import evaluation as sound_evaluation
 
 # Seconds that reading a file may take, beside other work.
 SECONDS = 60
@@ -54,7 +43,6 @@ class Sound:
         calibration: of the model.
         part: the passes of that calibration, kept.
         rounded: the layers that a run with --gptq has kept, by name.
-        evaluation: of an output.
     """
 
     model: Path
@@ -62,7 +50,6 @@ class Sound:
     calibration: bytes
     part: bytes
     rounded: Mapping[str, bytes]
-    evaluation: dict[str, Any]
 
 
 @dataclass
@@ -107,7 +94,6 @@ def make(root: Path) -> Sound:
         calibration.read_bytes(),
         (root / "x.part").read_bytes(),
         {path.name: path.read_bytes() for path in sorted((root / "rounding.rounded").iterdir())},
-        sound_evaluation(Fingerprint(open_checkpoint(root / "rounding")).hexdigest()),
     )
 
 
@@ -252,78 +238,4 @@ def rounded(case: Case) -> Read:
     return read
 
 
-OPTIONS: dict[str, Any] = {
-    "scheme": "int4", "group_size": "32", "awq": True, "smooth": 0.5, "ignore": ["**.o_proj", "lm_head"], "samples": 2,
-    "scheme_for": {"**.down_proj": "channel"}, "text": ["some.txt"], "architecture": "generic", "format": "compressed-tensors",
-}  # fmt: skip
-
-
-def recipe(case: Case) -> Read:
-    names = case.rng.sample(sorted(OPTIONS), case.rng.randint(1, 4))
-    value: Any = {"format": 1, "openquant": "0.1.0", "options": {name: OPTIONS[name] for name in names}}
-    if case.rng.random() < 0.3:
-        value = {"done": True, "files": [], "recipe": value}
-    data = damaged_json(case.rng, json.dumps(value))
-    path = case.write("recipe.json", data)
-    case.done += repr(data[:300])
-    return lambda: read_recipe(path)
-
-
-ROWS: list[Any] = [
-    {"text": "A text of some words, which is long enough. " * 20}, {"prompt": "Why?"},
-    {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a test."}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "What?"}]}], "text": None},
-]  # fmt: skip
-LINES = [
-    "A line of text that is as long as lines of texts are, more or less.", "", " ", "\0", "\x1b[31mred\x1b[0m", "é" * 50,
-    "\u202e", "\ud800", "x" * 5000, "{", "[" * 2000, "<|endoftext|>", "\r", "\ufeff", "\u2028", "\x85", "\t", "{{ 1 }}",
-]  # fmt: skip
-
-
-def written(case: Case) -> Path:
-    """A text or JSON lines, damaged."""
-    rng = case.rng
-    is_json = rng.random() < 0.6
-    lines: list[bytes] = []
-    for _ in range(rng.choice([0, 1, 3, 30])):
-        if is_json:
-            row = copy.deepcopy(rng.choice(ROWS))
-            lines.append(damaged_json(rng, json.dumps(row)) if rng.random() < 0.3 else json.dumps(row).encode())
-        else:
-            lines.append(rng.choice(LINES).encode(errors="surrogatepass"))
-    data = rng.choice([b"\n", b"\n", b"\r\n", b""]).join(lines)
-    data = raw(rng, data) if rng.random() < 0.3 else data
-    case.done += repr(data[:300])
-    return case.write("given.jsonl" if is_json else "given.txt", data)
-
-
-@cache
-def tokenizer_of(model: Path) -> Any:
-    """The tokenizer of a model that does not change, loaded once."""
-    return load_tokenizer(model, "model")
-
-
-def text(case: Case) -> Read:
-    path, tokenizer = written(case), tokenizer_of(case.sound.model)
-    asked = CalibrationTexts(text=[path], samples=case.rng.choice([1, 2, 5]), length=case.rng.choice([2, 8, 32]))
-    purpose = case.rng.choice(["evaluation", "calibration"])
-    return lambda: read_corpus(asked, tokenizer, purpose, 2048)
-
-
-def prompts(case: Case) -> Read:
-    path, tokenizer = written(case), tokenizer_of(case.sound.model)
-    return lambda: read_prompts(path, tokenizer, 2048)
-
-
-def evaluation(case: Case) -> Read:
-    case.write("output/eval.json", damaged_json(case.rng, json.dumps(case.sound.evaluation)))
-
-    def read() -> object:
-        with readable():
-            values = read_evaluation(case.here / "output")
-        return evaluated_card("# x\n", "a/b", values)
-
-    return read
-
-
-KINDS: tuple[Callable[[Case], Read], ...] = (calibration, passes, rounded, recipe, text, prompts, evaluation)
+KINDS: tuple[Callable[[Case], Read], ...] = (calibration, passes, rounded)

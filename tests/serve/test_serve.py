@@ -23,7 +23,6 @@ from engine_client import (
     Engine,
     EngineError,
     complete,
-    dequantize,
     find_engine,
     rewrite,
     table_cells,
@@ -31,7 +30,7 @@ from engine_client import (
 from engine_layers import UNBUILT, Layers, built, usual, written
 
 from conftest import EXAMPLE
-from openquant import compress
+from openquant import compress, dequantize
 from openquant.formats.reference import encode, group_absmax, group_scale
 from openquant.formats.schemes import TENSOR, find_scheme
 from openquant.models import MODELS
@@ -42,46 +41,20 @@ pytestmark = pytest.mark.serve
 SCHEMES = ("tensor", "channel", "block")
 TRAINED = "tiny-qwen3"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
-# What vLLM's CPU build cannot run, some of it in bfloat16 either. All else is.
-NOT_RUN = {
-    **dict.fromkeys(("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), "not built"),
-    "DeepseekV32ForCausalLM": "sparse attention",
+# What vLLM's CPU build cannot run beside what it cannot build, some of it in bfloat16 either. All else is.
+NOT_RUN = (
+    *UNBUILT,
     # "Aligned KV cache block size 128 is not supported by attention backend(s): CPU_MLA"; its other attention is Triton's.
-    "BailingMoeV2_5ForCausalLM": "latent attention beside a state",
-    "BailingMoeV3ForCausalLM": "latent attention beside a state",
-    # v1/attention/ops/metadata.py:43
-    "DeepseekV4ForCausalLM": "a kernel in Triton before its attention",
-    "DiffusionGemmaForBlockDiffusion": "not built",
-    "Dots3NoteForCausalLM": "not built",
-    "Ernie4_5_MoeForCausalLM": "FP8 experts with a bias",
-    "Ernie4_5_VLMoeForConditionalGeneration": "not built",
-    "Gemma3nForConditionalGeneration": "not built",
-    "Glm5NextForCausalLM": "not built",
-    "Glm5NextForConditionalGeneration": "not built",
-    "GlmMoeDsaForCausalLM": "sparse attention",
-    "HYV4ForCausalLM": "sparse attention",
-    "InternVLChatModel": "not built",
-    # layers/mamba/mamba_mixer.py:289 looks for a third axis, which the CPU build's layout of weights has not.
-    "JambaForCausalLM": "a convolution of Mamba's first kind",
+    *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM"),
+    # A kernel in Triton before its attention (v1/attention/ops/metadata.py:43); sparse attention.
+    *("DeepseekV4ForCausalLM", "HYV4ForCausalLM"),
+    # FP8 experts with a bias; a convolution of Mamba's first kind (layers/mamba/mamba_mixer.py:289).
+    *("Ernie4_5_MoeForCausalLM", "JambaForCausalLM"),
     # '_lib_fn_wrapper' object has no attribute 'get', in vllm/triton_utils/dispatcher.py:139.
-    "KimiK25ForConditionalGeneration": "what the class imports, among which it looks for kernels to replace",
-    "KimiLinearForCausalLM": "not built",
-    "LagunaForCausalLM": "a router with sigmoids",
-    # '_OpNamespace' '_moe_C' object has no attribute 'topk_softmax'
-    "LongcatFlashForCausalLM": "a router with experts that do nothing",
-    "MiniMaxM2ForCausalLM": "a router with sigmoids",
-    **{
-        f"NemotronH_{name}": "not built"
-        for name in ("Nano_VL_V2", *(f"{size}Omni_Reasoning_V3" for size in ("", "Nano_", "Super_")))
-    },
-    "Molmo2ForConditionalGeneration": "not built",
-    "OlmoHybridForCausalLM": "not built",
-    "Qwen4ExpForCausalLM": "not built",
-    "Qwen4ExpForConditionalGeneration": "not built",
-    "Rnj1ForCausalLM": "CPUAttentionBackendImpl.__init__() got an unexpected keyword argument 'chunk_lookback'",
-    "Step3p5ForCausalLM": "a router with sigmoids",
-    "Step3p7ForConditionalGeneration": "not built",
-}
+    "KimiK25ForConditionalGeneration",
+    # Routers with sigmoids, or with experts that do nothing.
+    *("LagunaForCausalLM", "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "Step3p5ForCausalLM"),
+)
 RANDOM = tuple(
     name
     for name in CHOSEN
@@ -157,40 +130,28 @@ MIXTURES = {name: mixture for name, mixture in ALL_MIXTURES.items() if mixture.s
 
 # Factors on the logits or on what experts add, and experts chosen otherwise, make more of the same errors.
 FURTHER = {
-    # 0.0059 in blocks; bfloat16 of the dequantized weights is as far, 0.0060.
-    "AriaForConditionalGeneration": 0.01,
-    # 0.0066 per tensor, 0.0058 in blocks: a norm after its experts makes what they add as large as all else.
-    "AXK1ForCausalLM": 0.01,
-    "ExaoneMoeForCausalLM": 0.01,
-    "ExaoneMoEForCausalLM": 0.01,
-    # 0.013 per tensor, 0.012 in blocks: it leaves out of an MLP what is below a threshold.
-    "Gemma3nForCausalLM": 0.03,
-    # 0.123 and 0.118 by row.
-    "Gemma4ForCausalLM": 0.15,
-    "Gemma4ForConditionalGeneration": 0.15,
-    "Gemma4UnifiedForConditionalGeneration": 0.1,
-    "Granite4VisionForConditionalGeneration": 0.03,
-    # 0.0100 per tensor, 0.0087 in blocks: its router does not divide by what it leaves out.
-    "FlexOlmoForCausalLM": 0.02,
-    "GraniteForCausalLM": 0.03,
-    "GraniteMoeForCausalLM": 0.05,
-    "GraniteSpeechForConditionalGeneration": 0.03,
-    "GraniteSpeechPlusForConditionalGeneration": 0.03,
-    "GraniteMoeSharedForCausalLM": 0.05,
-    "GraniteMoeSWAForCausalLM": 0.05,
-    # Of rows, 0.026 and 0.025 to the source; its dequantized weights are half as far.
-    "GraniteSWAForCausalLM": 0.04,
-    "NemotronForCausalLM": 0.04,
-    "HunYuanMoEV1ForCausalLM": 0.02,
-    "MixtralForCausalLM": 0.02,
-    # 0.0074 per tensor, 0.0088 in blocks: its router leaves experts out by a threshold.
-    "PhiMoEForCausalLM": 0.02,
-    "Qwen3NextForCausalLM": 0.01,
-    # 0.0051 and 0.0053 in blocks where AMX computes; bfloat16 of the dequantized weights is as far.
-    "Qwen3OmniMoeForConditionalGeneration": 0.01,
-    "Qwen3VLMoeForConditionalGeneration": 0.01,
-    "Qwen3_5MoeForCausalLM": 0.02,
-    "Qwen3_5MoeForConditionalGeneration": 0.02,
+    name: bound
+    for bound, names in {
+        0.01: (
+            *("AriaForConditionalGeneration", "AXK1ForCausalLM", "ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+            *("Qwen3NextForCausalLM", "Qwen3OmniMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        ),
+        0.02: (
+            *("FlexOlmoForCausalLM", "HunYuanMoEV1ForCausalLM", "MixtralForCausalLM", "PhiMoEForCausalLM"),
+            *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        ),
+        0.03: (
+            *("Gemma3nForCausalLM", "Granite4VisionForConditionalGeneration", "GraniteForCausalLM"),
+            *("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
+        ),
+        0.05: (
+            *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
+            *("GraniteSWAForCausalLM", "NemotronForCausalLM"),
+        ),
+        # 0.123 and 0.118 by row.
+        0.15: (*("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),),
+    }.items()
+    for name in names
 }
 # Bound on the divergence of models with experts to their dequantized weights.
 ROUTED_OTHERWISE = 0.001
@@ -280,7 +241,8 @@ def logprobs(
     models = {**sources, **compressed, **mixtures}
     models["separate"] = separate_scales(compressed[f"{TRAINED}-tensor"], root / "separate")
     for name in ("separate", *(f"{name}-{scheme}" for name, scheme in DEQUANTIZED), *mixtures):
-        models[f"{name}-dequantized"] = dequantize(models[name], root / f"{name}-dequantized")
+        models[f"{name}-dequantized"] = root / f"{name}-dequantized"
+        dequantize(models[name], models[f"{name}-dequantized"])
     models["larger"] = larger_scales(compressed[f"{TRAINED}-block"], root / "larger")
     return engine.logprobs(models, root / "answers")
 
