@@ -10,11 +10,9 @@ import pytest
 
 from conftest import EXAMPLE, Run, tree
 from openquant import OpenQuantError, compress, dequantize, verify
-from openquant.cli.commands import main
 from openquant.errors import UsageError
 from openquant.options import CalibrationTexts, Recipe, values_for
 from openquant.recipes import read_recipe, recipe_command, recipe_of
-from support import small_checkpoints
 
 FULL: dict[str, Any] = {
     "scheme": "int4",
@@ -91,24 +89,6 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
     assert json.loads(run(*words, "--scheme", "int8").stdout)["schemes"] == {"int8": 24}
     assert json.loads(run(*words, "-w", "128").stdout)["schemes"] == {"block": 24}
     assert json.loads(run(*words, "--ignore", "**.k_proj").stdout)["schemes"] == {"channel": 16}
-
-
-MISFITS = [
-    ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
-    ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
-    ("Mistral3ForConditionalGeneration", Recipe("block"), "Mistral3ForConditionalGeneration cannot be served with "),
-]
-
-
-def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests, tmp_path, capsys):
-    for architecture, recipe, message in MISFITS:
-        with subtests.test(message):
-            source = small_checkpoints.write(tmp_path / architecture, architecture)
-            (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
-            words = ("compress", source, "-o", tmp_path / "out", "--recipe", tmp_path / "r.json")
-            capsys.readouterr()
-            assert main([*map(str, words)]) == 2
-            assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 BROKEN: list[tuple[object, str]] = [

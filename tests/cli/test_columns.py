@@ -13,7 +13,7 @@ from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.arguments import Parser, verb_parser
 from openquant.cli.commands import VERBS, main
-from openquant.report.cells import COMMAND, paragraphs, table
+from openquant.report.cells import COMMAND, paragraphs
 from support import small_checkpoints
 
 WIDTHS = (80, 60)
@@ -94,57 +94,6 @@ def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -
             for shows_all in (False, True):
                 parser.shows_all = shows_all
                 assert not too_long(parser.format_help(), width)
-
-
-ROWS = [
-    ("", "layers", "shape", "size", ""),
-    ("FP8", "model.q_proj", "192 x 576", "3.32 MB", ""),
-    ("keep", "model.embed_tokens", "64 x 576", "37 kB", "embedding"),
-]
-
-
-def test_a_remark_goes_beneath_its_row_where_the_line_is_too_long() -> None:
-    assert table(ROWS, left=(0, 1, 4), width=60, keys=2) == table(ROWS, left=(0, 1, 4), keys=2)
-    assert table(ROWS, left=(0, 1, 4), width=50, keys=2) == [
-        "      layers                  shape     size",
-        "FP8   model.q_proj        192 x 576  3.32 MB",
-        "keep  model.embed_tokens   64 x 576    37 kB",
-        "      embedding",
-    ]
-
-
-def test_a_wide_table_becomes_several() -> None:
-    rows = [("layer", "tensor", "channel", "largest error"), ("q_proj", "2.68 %", "2.65 %", "1 %")]
-    assert table(rows, width=32) == [
-        "layer   tensor  channel  largest",
-        "                           error",
-        "q_proj  2.68 %   2.65 %      1 %",
-    ]
-    assert table(rows, width=24) == [
-        "layer   tensor  channel",
-        "q_proj  2.68 %   2.65 %",
-        "",
-        "layer   largest error",
-        "q_proj            1 %",
-    ]
-
-
-def test_text_is_wrapped_in_a_last_column_and_words_stay_whole() -> None:
-    rows = [("rule", "compress: model.layers.*.self_attn.q_proj (Llama)"), ("ranks", "each has a part of its rows")]
-    assert table(rows, left=(0, 1), width=24) == [
-        "rule   compress:",
-        "       model.layers.*.self_attn.q_proj",
-        "       (Llama)",
-        "ranks  each has a part",
-        "       of its rows",
-    ]
-    assert paragraphs(["  not 2: 3 heads do not divide"], 20) == ["  not 2: 3 heads do", "    not divide"]
-    assert paragraphs(["problem: /a/path/that/is/long", "", "  "], 12) == [
-        "problem:",
-        "  /a/path/that/is/long",
-        "",
-        "  ",
-    ]
 
 
 COMMANDS_IN_TEXT = [

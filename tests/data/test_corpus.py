@@ -79,13 +79,6 @@ def test_domains_are_balanced_and_told_apart(tmp_path: Path, tokenizer: Tokenize
         read_corpus(Texts(text=[texts[0], texts[0]], samples=4), tokenizer)
 
 
-def test_documents_come_from_all_over_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    text = write(tmp_path / "a.txt", 100_000)
-    corpus = read_corpus(Texts(text=[text], samples=16, length=32), tokenizer)
-    numbers = [int(line.split()[1]) for line in pieces(corpus, tokenizer)]
-    assert min(numbers) < 12_000 and max(numbers) > 70_000
-
-
 def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = write(tmp_path / "a.txt", 40)
     corpus = read_corpus(Texts(text=[text], samples=32, length=16), tokenizer)
@@ -198,7 +191,6 @@ NO_PARTS = (
 )
 TEMPLATES = [
     (None, "user: "),
-    ("{{ raise_exception('only tools') }}", "user: "),
     (NO_PARTS, "user: "),
     ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
 ]

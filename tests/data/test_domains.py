@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import ROOT
 from openquant.data import domains
-from openquant.data.domains import open_dataset, open_file, own_texts
+from openquant.data.domains import open_dataset, open_file
 from openquant.errors import SourceError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
@@ -133,42 +132,6 @@ def test_of_a_large_file_only_blocks_are_read(tmp_path: Path) -> None:
 
 
 PURPOSES = ("evaluation", "calibration")
-
-
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_our_own_texts_are_balanced_and_none_is_there_twice(purpose: str) -> None:
-    texts = own_texts(purpose)
-    assert list(texts) == ["prose", "code", "chats", "languages"]
-    sizes = {name: sum(len(str(text).encode()) for text in each) for name, each in texts.items()}
-    assert max(sizes.values()) < 1.6 * min(sizes.values()), sizes
-    every = [str(text) for each in texts.values() for text in each]
-    assert len(every) == len(set(every))
-
-
-def test_our_own_texts_for_one_purpose_are_not_for_the_other() -> None:
-    lines = [
-        {
-            line
-            for each in own_texts(purpose).values()
-            for text in each
-            for line in re.split(r"\\n|\n", str(text))
-            if len(line) > 60
-        }
-        for purpose in PURPOSES
-    ]
-    assert all(lines) and not lines[0] & lines[1]
-
-
-def test_our_own_chats_begin_with_a_user_and_take_turns() -> None:
-    """Templates of many models refuse other roles, and another order."""
-    chats = [
-        text for purpose in PURPOSES for each in own_texts(purpose).values() for text in each if isinstance(text, list)
-    ]
-    assert len(chats) > 50
-    for chat in chats:
-        roles = [message["role"] for message in chat]
-        assert roles == ["user", "assistant"] * (len(chat) // 2)
-        assert all(message["content"] == message["content"].strip() for message in chat)
 
 
 def test_documents_say_what_our_own_texts_are() -> None:

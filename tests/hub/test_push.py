@@ -514,30 +514,26 @@ def test_push_only_keeps_few_shards_on_disk(site: Site, tmp_path: Path) -> None:
     ]
 
 
-def test_a_killed_push_continues_without_repeating_anything(new_site, expected, subtests):
-    for (mode, only), moment in zip(ONLY.items(), ("commit", 2), strict=True):
-        with subtests.test(mode=mode, moment=moment), new_site(mode, moment) as site:
-            processes: list[Command] = []
-            ready = threading.Event()
+def test_a_killed_push_continues_without_repeating_anything(site: Site, expected: dict[str, bytes]) -> None:
+    processes: list[Command] = []
+    ready = threading.Event()
 
-            def kill(ready: threading.Event = ready, processes: list[Command] = processes) -> None:
-                ready.wait(60)
-                processes[0].kill()
+    def kill() -> None:
+        ready.wait(60)
+        processes[0].kill()
 
-            if moment == "commit":
-                site.hub.faults.append(Fault(r"/commit/", "POST", call=kill, cut_upload=0))
-            else:
-                site.hub.faults.append(Fault(r"", "PUT", after=int(moment), call=kill, cut_upload=100))
-            processes.append(site.begin(*site.push(*only)))
-            ready.set()
-            assert finish(processes[0]).returncode == -signal.SIGKILL
-            assert site.held() == {}
-            before = {path.name: path.stat().st_mtime_ns for path in site.out.glob("*.safetensors")}
-            site.works(*site.push(*only))
-            assert site.held() == expected
-            assert set(site.hub.uploads.values()) == {1}
-            after = {path.name: path.stat().st_mtime_ns for path in site.out.glob("*.safetensors")}
-            assert after == ({} if only else {**after, **before})
+    site.hub.faults.append(Fault(r"", "PUT", after=2, call=kill, cut_upload=100))
+    processes.append(site.begin(*site.push()))
+    ready.set()
+    assert finish(processes[0]).returncode == -signal.SIGKILL
+    assert site.held() == {}
+
+    before = {path.name: path.stat().st_mtime_ns for path in site.out.glob("*.safetensors")}
+    site.works(*site.push())
+    assert site.held() == expected
+    assert set(site.hub.uploads.values()) == {1}
+    after = {path.name: path.stat().st_mtime_ns for path in site.out.glob("*.safetensors")}
+    assert after == {**after, **before}
 
 
 ONCE = {
