@@ -262,7 +262,7 @@ HOSTILE = {
 }
 
 
-def test_hostile_metadata_is_text(subtests: pytest.Subtests, plan: Plan) -> None:
+def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     for what, front in HOSTILE.items():
         with subtests.test(what=what):
             base = f"---\nlicense: mit\n{front}\n---\ntext\n"
@@ -275,6 +275,8 @@ def test_hostile_metadata_is_text(subtests: pytest.Subtests, plan: Plan) -> None
     base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
     kept = "---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n"
     assert card_of(plan, base).startswith(kept)
+    monkeypatch.setattr(cards, "_MAX_METADATA", 1000)
+    assert "license" not in metadata(card_of(plan, base))
 
 
 def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:

@@ -425,6 +425,10 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
     large.request("POST", "/gradio_api/run/predict", headers={"Content-Length": str((1 << 20) + 1)})
     assert large.getresponse().status == 403
     large.close()
+    # Of chunks nobody knows how many come.
+    large.request("POST", "/gradio_api/run/predict", iter([join]), {}, encode_chunked=True)
+    assert large.getresponse().status == 403
+    large.close()
     for method, path in (
         ("POST", "/gradio_api/upload"),
         ("GET", "/gradio_api/file=/etc/passwd"),
