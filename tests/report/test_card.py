@@ -13,6 +13,7 @@ import yaml
 
 from conftest import EXAMPLE
 from openquant import __version__, compress, dequantize, verify
+from openquant.files import cards
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.models import find_entry
