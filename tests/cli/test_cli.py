@@ -324,3 +324,18 @@ def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Pat
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.endswith("ZeroDivisionError: ours\n")
+
+
+def test_missing_gpu(run: Run) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run("-m", EXAMPLE, "--device", "cuda:1")
+    assert done.returncode == 2
+    assert done.stderr == f"error: there is no cuda:1: torch {torch.__version__} sees 0 GPUs\nhint: use --device cpu\n"
+
+
+def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
+    source = small_checkpoints.write(tmp_path / "modèle 模型")
+    done = run("-m", source, "-o", "out", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "mod\\xe8le" in done.stdout

@@ -126,3 +126,20 @@ def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup() -> None:
         process.kill()
         process.wait()
     assert (process.returncode, out, err) == (-signal.SIGTERM, "", "")
+
+
+def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from openquant.cli import commands\n"
+        "def verify(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('still here', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "commands.VERBS['verify'] = verify\n"
+        "commands.main(['verify', 'x'])\n"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stdout) == (130, "still here\n")
+    assert done.stderr == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"

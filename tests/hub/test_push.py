@@ -821,3 +821,48 @@ def test_what_another_plan_uploaded_counts_for_nothing(site: Site) -> None:
     assert Publisher(only, site.out, digest, shards).uploaded_shards() == set(shards)
     assert Publisher(only, site.out, digest[::-1], shards).uploaded_shards() == set()
     assert Publisher(replace(only, name="user/other"), site.out, digest, shards).uploaded_shards() == set()
+
+
+def test_a_damaged_record_of_an_upload_counts_for_nothing(site: Site, expected: dict[str, bytes]) -> None:
+    uploaded_but_not_committed(site, "--push-only")
+    records = [path for path in (site.out / ".openquant" / "pushed").iterdir() if path.is_file()]
+    for path, text in zip(records, ("{}", "[]", "{", '{"size": 1, "sha256": 7, "sample": ""}', ""), strict=True):
+        path.write_text(text)
+    site.works(*site.push("--push-only"))
+    assert site.held() == expected
+
+
+def test_a_directory_goes_into_its_pull_request_again_by_create_pr(site: Site) -> None:
+    compress(site.source, site.out)
+    hints = {"name@refs/pr/1": "write org/name with --create-pr: the same push continues its pull request"}
+    for name, hint in {**hints, "name@branch": "write org/name"}.items():
+        error, hinted = site.refused("push", site.out, f"user/{name}")
+        assert error.startswith(f"error: user/{name} is no repository id: ") and hinted == f"hint: {hint}"
+
+
+def test_what_nobody_can_load_is_replaced_and_quantized_weights_are(site: Site) -> None:
+    broken = shutil.copytree(site.source, site.root / "broken")
+    for number, shard in enumerate(sorted(broken.glob("*.safetensors"))):
+        shard.write_bytes((b"", b"short", b"\xff" * 50, b"\x02" + bytes(7) + b"{}", b"\x00" * 5000)[number])
+    site.publish(broken)
+    site.works(*site.push())
+    site.works("compress", "-m", site.source, "-o", site.root / "block", "-w", "128", "--push-to-hub", "user/name")
+    assert len(site.hub.commits("user/name")) == 4
+
+
+def test_a_pull_request_that_was_closed_is_opened_again(site: Site, unpublished: Mapping[str, bytes]) -> None:
+    uploaded_but_not_committed(site, "--create-pr")
+    site.hub.end_pull_request("user/name", 1, "closed")
+    done = site.works(*site.push("--create-pr", "--json"))
+    assert json.loads(done.stdout)["pushed_to"].endswith("/discussions/2")
+    assert site.held(revision="refs/pr/2") == served_as(unpublished, "user/name --revision refs/pr/2")
+
+
+def test_the_title_of_a_commit_is_readable_whatever_a_directory_s_name_has(site: Site) -> None:
+    # A git file, which a worktree has instead of a directory, is left out; the Hub takes no such file.
+    (site.source / ".git").write_text("gitdir: elsewhere\n")
+    site.source = site.source.rename(site.root / "a\x1b[31m\nb")
+    site.works(*site.push())
+    title, _ = site.hub.commits("user/name")[-1]
+    assert title.startswith("a\\x1b[31m\\nb in FP8") and title.isprintable()
+    assert site.held().keys() == published(tree(site.out)).keys()

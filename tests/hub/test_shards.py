@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 
 from openquant import diagnose
 from openquant.distributed import Ranks
-from openquant.errors import SourceError, UsageError
+from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint, Fingerprint
 from openquant.hub.source import ShardSupply, Source, supply_shards
 from openquant.streaming.session import ArrivingShards
@@ -114,3 +116,30 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(new_source: NewSo
             assert (caught.value.message, caught.value.hint) == (message, "leave --stream out")
         traffic.wait_for("layer 1", lambda: False)
     assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))
+
+
+def test_several_sources_share_a_disk(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    half = SimpleNamespace(size=free // 2 + (1 << 30))
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": half})  # type: ignore[dict-item]
+    sources = [(source, {"a": ["a"]})] * 2
+    with pytest.raises(UsageError, match="bytes for shards that come and go"), supply_shards(sources, True, tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+class Broken(Ranks):
+    """Ranks of which another has died."""
+
+    def check(self) -> None:
+        raise OutputError("rank 1 died", "run the same command again")
+
+
+def test_who_waits_for_a_shard_hears_of_other_ranks(new_source: NewSource, tmp_path: Path) -> None:
+    shard = Shard(b"a", held=True)
+    source = new_source({"a": shard})
+    with supply_shards([(source, {"a": ["a"]})], True, tmp_path) as [supply]:
+        with pytest.raises(OutputError) as caught:
+            arriving(supply, Broken()).wait_for("a", lambda: False)
+        shard.may.set()
+    assert (caught.value.message, caught.value.hint) == ("rank 1 died", "run the same command again")
