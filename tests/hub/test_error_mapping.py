@@ -65,6 +65,9 @@ PUSHES = [
     (refusal(403, XML, "/lfs/0a1b", "application/xml"),
      "the Hub does not let you write to org/name: 403 for /lfs/0a1b: SignatureDoesNotMatch: The signature is "
      "wrong.", LOG_IN),
+    (refusal(400, said("no" * 2000)),
+     f"org/name refuses what is sent: {f'400 for {COMMIT}: ' + 'no' * 2000:.1000}...",
+     f"see what the Hub says, then {AGAIN}"),
     (httpx2.ConnectError("refused: https://huggingface.co/lfs/0a1b?X-Amz-Signature=secret"),
      "org/name could not be pushed to: refused: https://huggingface.co/lfs/0a1b", AGAIN),
     (LocalTokenNotFoundError("Token is required"),

@@ -27,7 +27,7 @@ from engine_client import (
     rewrite,
     table_cells,
 )
-from engine_layers import UNBUILT, Layers, built, usual, written
+from engine_layers import UNBUILT, Layers, built, written
 
 from conftest import EXAMPLE
 from openquant import compress, dequantize
@@ -365,29 +365,6 @@ MORE_CASES = (
         {"ignore": ["**.layers.1.self_attn.*", "**.layers.0.feed_forward.up_proj"]},
     ),
 )
-# What must be listed, since vLLM builds it as FP8 where it is not.
-LISTED = {
-    GEMMA3_WRAPPED: {
-        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
-        "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj",
-        "vision_tower.vision_model.encoder.layers.0.self_attn.v_proj",
-        "vision_tower.vision_model.encoder.layers.0.self_attn.out_proj",
-        "vision_tower.vision_model.encoder.layers.0.mlp.fc1",
-        "vision_tower.vision_model.encoder.layers.0.mlp.fc2",
-    },
-    QWEN3_MOE: {"model.layers.1.mlp.gate"},
-    "HunYuanMoEV1ForCausalLM": {f"model.layers.{layer}.mlp.gate.wg" for layer in (0, 1)},
-    "Lfm2MoeForCausalLM": {"model.layers.0.conv.in_proj", "model.layers.1.feed_forward.gate"},
-    "Qwen3_5ForCausalLM": {f"model.layers.0.linear_attn.in_proj_{gate}" for gate in ("a", "b")},
-    "DeepseekV3ForCausalLM": {f"model.layers.{layer}.self_attn.kv_b_proj" for layer in (0, 1)},
-    "Qwen2_5_VLForConditionalGeneration": {
-        "visual.blocks.0.attn.qkv",
-        "visual.blocks.0.attn.proj",
-        *(f"visual.blocks.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
-        *("visual.merger.mlp.0", "visual.merger.mlp.2"),
-    },
-}
-UNLISTED = in_turn((name, scheme) for name in LISTED if name in CHOSEN for scheme in ("tensor", "channel"))
 BUILT = in_turn(
     (name, scheme)
     for name in CHOSEN
@@ -395,7 +372,7 @@ BUILT = in_turn(
     if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
 )
 CASES = (
-    *(Case(f"{name}-{scheme}", name, scheme) for name, scheme in dict.fromkeys((*BUILT, *UNLISTED))),
+    *(Case(f"{name}-{scheme}", name, scheme) for name, scheme in BUILT),
     *(case for case in MORE_CASES if case.architecture in CHOSEN),
 )
 DROPPED = "model.layers.1.mlp.down_proj"
@@ -421,24 +398,14 @@ def layers(
     compressed: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Layers:
-    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, and of one without a scale, `dropped`."""
+    """What vLLM says of each case, and of one without a scale, `dropped`."""
     root = tmp_path_factory.mktemp("layers")
     models = dict(cases)
-    for architecture, scheme in UNLISTED:
-        name = f"{architecture}-{scheme}"
-        models[f"{name}-unlisted"] = unlist(cases[name], root / name)
     source = compressed[f"{TRAINED}-block"]
     tensors = small_checkpoints.read(source)
     del tensors[f"{DROPPED}.weight_scale_inv"]
     models["dropped"] = rewrite(source, root / "dropped", tensors)
     return dict(zip(models, engine.layers(list(models.values()), root / "answers"), strict=True))
-
-
-def unlist(source: Path, target: Path) -> Path:
-    config = json.loads((source / "config.json").read_text())
-    quantization = config["quantization_config"]
-    quantization |= {key: [] for key in ("ignored_layers", "modules_to_not_convert", "ignore") if key in quantization}
-    return rewrite(source, target, None, config)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -447,12 +414,6 @@ def test_every_layer_is_built_as_it_is_stored(case: Case, cases: dict[str, Path]
     stored = written(cases[case.name])
     assert stored
     assert built(layers[case.name], stored) == stored
-
-
-@pytest.mark.parametrize(("architecture", "scheme"), UNLISTED)
-def test_control_unlisted_layers_show(architecture: str, scheme: str, layers: Layers) -> None:
-    listed, unlisted = (built(layers[f"{architecture}-{which}"], set()) for which in (scheme, f"{scheme}-unlisted"))
-    assert unlisted - listed == {usual(module) for module in LISTED[architecture]}
 
 
 def test_control_a_missing_scale_shows(layers: Layers) -> None:
