@@ -40,6 +40,7 @@ def test_every_script_is_run() -> None:
     assert len(list(NOTEBOOKS.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("short_answers")
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_script_runs(
     name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -57,6 +58,7 @@ def test_a_script_runs(
     assert len((SCRIPTS / name).read_text().splitlines()) <= 20
 
 
+@pytest.mark.usefixtures("short_answers")
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.iterdir()), ids=lambda path: path.stem)
 def test_a_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

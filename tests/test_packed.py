@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import EXAMPLE
 from openquant import PackedLinear, compress, dequantize
 from support import small_checkpoints
 from support.rows import for_each
@@ -82,7 +81,7 @@ OUTPUTS = [
 
 @for_each(("options", "scheme"), OUTPUTS)
 def test_a_layer_of_an_output_is_read_back(options: dict[str, object], scheme: str | None, tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "out", **options)
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", **options)
     dequantize(tmp_path / "out", tmp_path / "plain")
     name = "model.layers.0.mlp.down_proj."
     state = {

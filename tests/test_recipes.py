@@ -47,10 +47,10 @@ def test_a_recipe_gives_the_same_bytes(subtests: pytest.Subtests, run: Run, tmp_
             compress(EXAMPLE, first, **options)
             found = recipe_in(first)
             assert found["options"] == {"scheme": "tensor", **options}
-            for place in (first, first / ".openquant.json"):
-                done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", place)
-                assert done.returncode == 0, done.stderr
-                assert tree(tmp_path / "here" / "again") == tree(first)
+            place = first / ".openquant.json" if number else first
+            done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", place)
+            assert done.returncode == 0, done.stderr
+            assert tree(tmp_path / "here" / "again") == tree(first)
             assert verify(first).problems == ()
             command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
             assert f"\n```\n{command}\n```\n" in (first / "README.md").read_text()

@@ -259,6 +259,7 @@ HOSTILE = {
     "references to itself": "a: &a [*a]",
     "merged mappings": MERGES,
     "nesting": "a: " + "[" * 10_000,
+    "deep mappings": "".join(" " * n + "a:\n" for n in range(200)),
     "two documents": "a: b\n--- {c: d}",
 }
 
