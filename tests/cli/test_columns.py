@@ -40,6 +40,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS_THAT_TELL = [
     "compress MODEL --dry-run -v",
     "compress moe --dry-run --scheme int4",
+    "dequantize FP8 --dry-run",
+    "diagnose MODEL",
+    "fit MODEL",
     "fit MODEL --gpu 2x4090 --context 2k",
     "diagnose moe --scheme int4 -v",
     "explain MODEL **.q_proj",

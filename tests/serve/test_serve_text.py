@@ -119,7 +119,7 @@ def bytes_reversed(tensors: Weights) -> Weights:
     return {name: each >> 4 | each << 4 if name.endswith("_packed") else each for name, each in tensors.items()}
 
 
-def larger(last: str, factor: float) -> Callable[[Weights], Weights]:
+def larger(last: str | tuple[str, ...], factor: float) -> Callable[[Weights], Weights]:
     """All tensors of a name times a factor."""
     return lambda tensors: {name: each * factor if name.endswith(last) else each for name, each in tensors.items()}
 
@@ -149,7 +149,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for control, (case, change, _) in CONTROLS.items():
         models[control] = rewrite(models[case], root / control, change(small_checkpoints.read(models[case])))
     cached = small_checkpoints.read(models["cached-calibrated"])
-    models["cache-off"] = rewrite(models["cached-calibrated"], root / "cache-off", larger("k_scale", 2.0**16)(cached))
+    models["cache-off"] = rewrite(
+        models["cached-calibrated"], root / "cache-off", larger(("k_scale", "v_scale"), 2.0**16)(cached)
+    )
 
     models |= {"experts": mixture_of_experts.make(root / "experts"), "twin": twin(EXAMPLE, root / "twin")}
     for name, source, options in (
