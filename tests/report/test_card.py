@@ -284,6 +284,7 @@ def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest
 def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
     found = metadata(card_of(plan, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
     assert found == {**OURS, "license": "mit", "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
+    assert card_of(plan, "---\n---\ntext\n").endswith("\n\ntext\n")
 
 
 def test_a_model_without_an_output_head_has_another_task(plan: Plan) -> None:
@@ -469,3 +470,11 @@ def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
     note = "> Note: the source lacks model.layers.1.input&#95;layernorm\n"
     for name in ("out", "copied", "plain"):
         assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
+
+
+def test_a_long_answer_is_cut_in_a_card() -> None:
+    found = evaluation()
+    found["texts"][0]["source"] = "word " * 10_000
+    assert len(evaluated_card("", "user/name", found)) < 2000
+    found["texts"] = []
+    assert "Prompt:" not in evaluated_card("", "user/name", found)

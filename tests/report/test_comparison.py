@@ -108,3 +108,13 @@ def test_each_point_has_the_number_of_its_name_in_the_legend() -> None:
     numbers = [text for text in axes.texts if isinstance(text, Annotation)]
     assert [text.get_text() for text in numbers] == [str(number) for number in range(1, len(of) + 1)]
     assert [text.xy for text in numbers] == [(one["sizes"]["output"], one["kl"]["mean"]) for one in of]
+
+
+def test_outputs_that_are_alike_or_equal_to_the_source_are_in_the_picture() -> None:
+    axes = drawn(evaluations({"one": (5, 0.0), "other": (5, 0.0), "third": (5, 0.1)}))
+    assert legend(axes)[-3:] == ["1: one, KL 0", "2: other, KL 0", "3: third"]
+    low, high = axes.get_ylim()
+    assert 0 < low < high
+    for height in (line.get_xydata()[0][1] for line in axes.lines if line.get_marker() == "o"):
+        assert low < height < high
+    assert legend(drawn(evaluations({"a": (0, 0.0), "b": (0, 0.0)}, 0.0)))[-2:] == ["1: a, KL 0", "2: b, KL 0"]

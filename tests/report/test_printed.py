@@ -109,3 +109,9 @@ def test_a_word_is_typed_on_one_line_and_means_the_same(subtests: pytest.Subtest
             assert word.isprintable()
             done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
             assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
+
+
+def test_progress_for_programs_is_plain(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compress", "-m", EVIL, "-o", f"out{EVIL}", "--awq", "--scheme", "int4", *SMALL, "--progress", "json"]
+    progress = [line for line in said(capsys, 0, *words).splitlines() if line.startswith("{")]
+    assert {json.loads(line)["stage"] for line in progress} >= {"calibrating", "compressing"}

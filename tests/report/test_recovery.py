@@ -114,3 +114,15 @@ def test_tasks_without_a_metric_are_no_evaluation() -> None:
     one["tasks"]["pooled"]["metrics"] = []
     with pytest.raises(SourceError, match=r"eval.json: tasks.tasks\[\].metrics is \[\]"):
         check_evaluation(one)
+
+
+def test_figures_that_make_no_sense_are_drawn_all_the_same() -> None:
+    of = asked()[:2]
+    for one, recovery in zip(of, (9e99, None), strict=True):
+        interval = recovery and [recovery, -recovery]
+        one["tasks"]["mean"][0] |= {"recovery": recovery, "recovery_interval": interval}
+        one["tasks"]["tasks"] = []
+    of[0]["tasks"]["mean"][0]["difference"] = 9e99
+    assert render_page(evaluated_page(of, []))
+    assert recovery_of_tasks(of[0]) and recovery_of_tasks(of[1])
+    assert draw_picture(of)
