@@ -91,3 +91,8 @@ def test_what_comes_out_is_json_whatever_is_printed(monkeypatch: pytest.MonkeyPa
     # It is always the same day.
     assert today == "01 Jan 2026"
     assert os.environ.get("HF_HUB_OFFLINE") != "1"
+
+
+def test_nothing_to_render_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    assert render("", [], []) == []
