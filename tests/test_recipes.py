@@ -94,6 +94,8 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
 BROKEN: list[tuple[object, str]] = [
     ([], "{} holds no recipe"),
     ({"digest": "x"}, "{} holds no recipe"),
+    ({"format": 1, "options": []}, "{} holds no recipe"),
+    ({"format": True, "options": {}}, "{} holds no recipe"),
     ({"format": 2, "openquant": "9", "options": {}}, "{} is a recipe of format 2, this openquant reads 1"),
     ({"format": 1, "options": {"push": "org/name"}}, "{} has 'push', which is no option of compress that a recipe has"),
     ({"format": 1, "options": {"calibration": "/etc/passwd"}}, "{} has 'calibration', which is no option of compress"),
