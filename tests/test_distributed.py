@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, Run, tree
 from openquant import compress
 from openquant.distributed import Ranks, Rendezvous
-from openquant.errors import UsageError
+from openquant.errors import OpenQuantError, UsageError
 from openquant.plan.layout import Shard
 from support import small_checkpoints, starting
 from support.loopback_hub import LoopbackHub
@@ -361,3 +361,27 @@ def test_ranks_must_see_the_same_source(job: Job, source: Path, tmp_path: Path) 
     assert [rank.returncode for rank in begun] == [2, 2]
     assert printed == "error: ranks see different sources\nhint: let all of them read the same files\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        rendezvous = Rendezvous("127.0.0.1", free.getsockname()[1])
+    caught: dict[int, OpenQuantError] = {}
+    spoke: dict[int, bool] = {}
+
+    def wait(rank: int, patience: float) -> None:
+        ranks = Ranks(rank, 3, rendezvous=rendezvous, patience=patience)
+        try:
+            with ranks:
+                ranks.agree(None)
+        except OpenQuantError as error:
+            caught[rank], spoke[rank] = error, ranks.speaks
+
+    threads = [threading.Thread(target=wait, args=each) for each in ((0, 2.0), (1, 60.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    told = f"rank 0 waits for rank 2 at {rendezvous}, for 2 seconds now"
+    assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
+    assert spoke == {0: True, 1: False}

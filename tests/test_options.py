@@ -126,6 +126,7 @@ def test_other_shells_have_a_script_for_both_commands(subtests: pytest.Subtests)
 
 INSTALLED = {
     "bash": ("data/openquant/completion.bash", ".bashrc"),
+    "zsh": ("data/openquant/completion.zsh", ".zshrc"),
     "fish": ("config/fish/completions/openquant.fish", None),
 }
 
@@ -342,3 +343,21 @@ def test_a_size_of_groups_may_be_a_number() -> None:
         openquant.compress(source, "out", "int4", group_size=48, dry_run=True)  # type: ignore[arg-type]
     assert caught.value.message == "--group-size: 48 is none of 32, 64, 128, channel"
     openquant.compress(source, "out", "int4", group_size=64, max_memory="2TB", dry_run=True)
+
+
+NOT_INSTALLED = [
+    ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
+    ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
+    ("/bin/bash", "", "$HOME is not set"),
+    ("/bin/bash", "/dev/null", "/dev/null/.local/share/openquant/completion.bash cannot be written: Not a directory"),
+]
+
+
+def test_completion_that_cannot_be_installed(subtests, capsys, monkeypatch):
+    for shell, home, message in NOT_INSTALLED:
+        with subtests.test(shell=shell, home=home, message=message), monkeypatch.context() as patch:
+            patch.setenv("SHELL", shell)
+            patch.setenv("HOME", home)
+            patch.delenv("XDG_DATA_HOME", raising=False)
+            assert main(["completion", "install"]) == 2
+            assert capsys.readouterr().err.startswith(f"error: {message}\n")
