@@ -29,7 +29,8 @@ __version__ = public_release(BUILT)
 DISTRIBUTION = "openquant-llm"
 
 # Of which version a comment, a document or a message speaks that names none: "vLLM models/llama.py:354" is a line of
-# this one. The serving tests install these (tests/serve/install_*.sh), and tests/serve/test_cited.py compares the two.
+# this one. The serving tests install these (tests/serve/install_*.sh), and tests/serve/test_cited_lines.py
+# compares the two.
 # CONTRIBUTING.md says what else a new release takes.
 CITED = {"vLLM": "0.32.0", "SGLang": "0.5.23", "transformers": "5.24", "compressed-tensors": "0.20"}
 VLLM = f"vLLM {CITED['vLLM']}"

@@ -1,10 +1,7 @@
 """One table says which versions of engines comments, documents and messages speak of: CITED in openquant/version.py."""
 
 import re
-import subprocess
-from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 from conftest import ROOT
@@ -40,22 +37,3 @@ def test_the_engine_is_one_that_the_extra_installs() -> None:
     extra = re.search(r'^serve = \["(.+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert extra
     assert CITED["vLLM"] in Requirement(extra[1]).specifier
-
-
-def test_the_name_that_the_engine_asks_for_has_its_version() -> None:
-    """`vllm serve` looks for a package vllm, which the CPU build's wheel is not called."""
-    (found,) = (ROOT / "tests" / "serve" / "metadata").iterdir()
-    assert found.name == f"vllm-{CITED['vLLM']}+cpu.dist-info"
-    assert f"Version: {CITED['vLLM']}+cpu\n" in (found / "METADATA").read_text()
-
-
-def test_the_script_installs_that_version(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    """Its first lines, before it makes an environment."""
-    for name in ("vLLM", "SGLang"):
-        with subtests.test(name):
-            path = ROOT / "tests" / "serve" / f"install_{name.lower()}.sh"
-            head = path.read_text().split("\n\n")[0]
-            script = f"{head.replace('$0', str(path))}\necho $version"
-            command = ["bash", "-c", script, "bash", str(tmp_path / name)]
-            ran = subprocess.run(command, capture_output=True, text=True, check=True)
-            assert ran.stdout == f"{CITED[name]}\n"

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 from conftest import ROOT, Run, tree
 from openquant import compress
@@ -76,50 +75,16 @@ def test_ranks_read_a_quantized_source(job: Job, tmp_path: Path, source: Path) -
 
 
 def test_ranks_write_the_bytes_of_one_process(job: Job, tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
-    for ranks, begin in ((2, torchrun), (4, job.finish)):
-        out = tmp_path / str(ranks)
-        done = begin(ranks, "-m", source, "-o", out, "--json")
-        assert done.returncode == 0, done.stderr
-        assert tree(out) == one
-        # One of them speaks.
-        assert json.loads(done.stdout)["shards"] == 6
+    out = tmp_path / "many"
+    done = job.finish(4, "-m", source, "-o", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert tree(out) == one
+    # One of them speaks.
+    assert json.loads(done.stdout)["shards"] == 6
+
     again = job.finish(4, "-m", source, "-o", out)
     assert again.returncode == 0
     assert again.stdout.count("is already complete; nothing was written") == 1
-
-
-def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, own: Path) -> None:
-    def change(held: dict[str, torch.Tensor]) -> None:
-        for name, weight in held.items():
-            if name.endswith(".o_proj.weight") or ".experts.1." in name:
-                weight.zero_()
-
-    small_checkpoints.change_weights(own, change)
-    notes = compress(own, tmp_path / "one").notes
-    experts = ", ".join(f"model.layers.1.mlp.experts.1.{part}" for part in ("down_proj", "gate_proj", "up_proj"))
-    assert notes[-1] == f"all weights are zero: model.layers.{{0..1}}.self_attn.o_proj, {experts}"
-    done = job.finish(3, "-m", own, "-o", tmp_path / "many", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["notes"] == notes
-    assert done.stderr.count("all weights are zero") == 1
-
-
-def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
-    # With --cpu, or none of its options and no GPUs, accelerate 1.15 starts one process, however many it is told.
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "from openquant.cli.commands import compress_main\n"
-        "assert os.environ['WORLD_SIZE'] == '2'\n"
-        "sys.exit(compress_main())\n"
-    )
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", str(script)]
-    command += ["-m", str(source), "-o", str(tmp_path / "many"), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert tree(tmp_path / "many") == one
-    assert json.loads(done.stdout)["shards"] == 6
 
 
 DIES = """
@@ -143,35 +108,10 @@ def test_a_killed_rank_fails_the_job_and_running_again_continues(job, tmp_path, 
     assert broken.returncode != 0
     assert "rank      : 1 (local_rank: 1)" in broken.stderr
 
-    # The first one, without a launcher.
-    dies = f"{DIES}output.OutputDirectory.publish = dies\n"
-    begun = [job.start(rank, "-m", source, "-o", tmp_path / "0", first=dies * (rank == 0)) for rank in (0, 1)]
-    begun[1].communicate(timeout=60)
-    assert (begun[0].wait(60), begun[1].returncode) == (-signal.SIGKILL, 2)
-    for victim in ("0", "1"):
-        assert not (tmp_path / victim / "config.json").exists()
-        done = job.finish(2, "-m", source, "-o", tmp_path / victim, "--json")
-        assert done.returncode == 0, done.stderr
-        assert tree(tmp_path / victim) == one, victim
-
-
-def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    weights["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
-    source = small_checkpoints.write(tmp_path / "source", shards=2, weights=weights)
-    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
-    assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1
-    assert "model.layers.1.mlp.down_proj.weight in model-0000" in told[0]
-    assert "holds NaN or infinity" in told[0]
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_an_error_all_ranks_see_is_told_once(job: Job, tmp_path: Path) -> None:
-    done = job.finish(3, "-m", tmp_path / "nowhere" / "at" / "all")
-    assert done.returncode != 0
-    assert done.stderr.count("error: ") == 1
+    assert not (tmp_path / "1" / "config.json").exists()
+    done = job.finish(2, "-m", source, "-o", tmp_path / "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "1") == one
 
 
 def test_shards_are_shared_out_by_size() -> None:
@@ -228,17 +168,12 @@ def test_the_environment_of_torchrun_is_understood() -> None:
 
 
 WRONG = [
-    ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is no number from 0 to 0: WORLD_SIZE is 1"),
     ({"RANK": "8"}, "RANK=8 is no number from 0 to 7: WORLD_SIZE is 8"),
-    ({"RANK": "-1"}, "RANK=-1 is no number from 0 to 7: WORLD_SIZE is 8"),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no number from 1 to 65536"),
-    ({"WORLD_SIZE": "9" * 20}, f"WORLD_SIZE={'9' * 20} is no number from 1 to 65536"),
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number from 1 to 65536"),
-    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 is no number from 1 to 8"),
     ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 is no number from 1 to 8"),
     ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 is no number from 0 to 3: LOCAL_WORLD_SIZE is 4"),
     ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc is no number from 1 to 65535"),
-    ({"MASTER_PORT": ""}, "MASTER_PORT= is no number from 1 to 65535"),
     ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is no number from 1 to 65535"),
     ({"MASTER_ADDR": ""}, "RANK=5 and WORLD_SIZE=8 are set, MASTER_ADDR is not"),
 ]
@@ -266,21 +201,15 @@ def test_no_rank_that_is_none_ends_silently(run: Run, source: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
     alone = run("-m", source, "-o", tmp_path / "out", RANK="1")
     assert (alone.returncode, alone.stderr) == (0, "")
-    command = [sys.executable, "-m", "openquant", "verify", str(tmp_path / "nowhere")]
-    environment = {**os.environ, **TOLD, "PYTHONPATH": str(ROOT)}
-    checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert checked.returncode == 2
-    assert checked.stderr.startswith("error: ")
 
 
 def test_a_rank_that_waits_says_so_and_hears_signals(job: Job, source: Path, tmp_path: Path) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        waiting = job.start(1, "-m", source, "-o", tmp_path / "out")
-        assert waiting.stderr.readline() == f"rank 1 waits for localhost:{job.port} (Connection refused)\n"
-        waiting.send_signal(number)
-        _, stderr = waiting.communicate(timeout=60)
-        assert waiting.returncode == 130
-        assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+    waiting = job.start(1, "-m", source, "-o", tmp_path / "out")
+    assert waiting.stderr.readline() == f"rank 1 waits for localhost:{job.port} (Connection refused)\n"
+    waiting.send_signal(signal.SIGTERM)
+    _, stderr = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130
+    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
 GIVEN_UP = "hint: start all ranks, with one MASTER_ADDR and MASTER_PORT; --rendezvous-timeout gives them longer\n"
@@ -295,30 +224,6 @@ def test_a_rank_waits_for_minutes_not_for_ever(job: Job, source: Path, tmp_path:
     what = rf"rank 1 waits for nowhere\.invalid:{job.port} {why}"
     assert re.fullmatch(f"{what}\nerror: {what}, for 3 seconds now\n{GIVEN_UP}", stderr)
     assert not (tmp_path / "out").exists()
-
-
-def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        rendezvous = Rendezvous("127.0.0.1", free.getsockname()[1])
-    caught: dict[int, OpenQuantError] = {}
-    spoke: dict[int, bool] = {}
-
-    def wait(rank: int, patience: float) -> None:
-        ranks = Ranks(rank, 3, rendezvous=rendezvous, patience=patience)
-        try:
-            with ranks:
-                ranks.agree(None)
-        except OpenQuantError as error:
-            caught[rank], spoke[rank] = error, ranks.speaks
-
-    threads = [threading.Thread(target=wait, args=each) for each in ((0, 2.0), (1, 60.0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    told = f"rank 0 waits for rank 2 at {rendezvous}, for 2 seconds now"
-    assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
-    assert spoke == {0: True, 1: False}
 
 
 def test_bytes_of_all_ranks_come_to_the_first() -> None:
@@ -456,3 +361,27 @@ def test_ranks_must_see_the_same_source(job: Job, source: Path, tmp_path: Path) 
     assert [rank.returncode for rank in begun] == [2, 2]
     assert printed == "error: ranks see different sources\nhint: let all of them read the same files\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        rendezvous = Rendezvous("127.0.0.1", free.getsockname()[1])
+    caught: dict[int, OpenQuantError] = {}
+    spoke: dict[int, bool] = {}
+
+    def wait(rank: int, patience: float) -> None:
+        ranks = Ranks(rank, 3, rendezvous=rendezvous, patience=patience)
+        try:
+            with ranks:
+                ranks.agree(None)
+        except OpenQuantError as error:
+            caught[rank], spoke[rank] = error, ranks.speaks
+
+    threads = [threading.Thread(target=wait, args=each) for each in ((0, 2.0), (1, 60.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    told = f"rank 0 waits for rank 2 at {rendezvous}, for 2 seconds now"
+    assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
+    assert spoke == {0: True, 1: False}

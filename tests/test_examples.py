@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 from conftest import EXAMPLE, ROOT
-from openquant.result import NotebookReporter
 
 SCRIPTS = ROOT / "examples" / "scripts"
 NOTEBOOKS = ROOT / "examples" / "notebooks"
@@ -41,6 +40,7 @@ def test_every_script_is_run() -> None:
     assert len(list(NOTEBOOKS.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("short_answers")
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_script_runs(
     name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -58,6 +58,7 @@ def test_a_script_runs(
     assert len((SCRIPTS / name).read_text().splitlines()) <= 20
 
 
+@pytest.mark.usefixtures("short_answers")
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.iterdir()), ids=lambda path: path.stem)
 def test_a_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,14 +74,6 @@ def test_a_notebook_runs(
             assert cell["outputs"] == []
             exec("".join(cell["source"]), known)
     assert "100%" in capsys.readouterr().err
-
-
-def test_each_pass_of_a_call_has_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two passes over the same texts have the same total."""
-    reporter = NotebookReporter()
-    for done in (0, 10, 0, 10):
-        reporter.on_progress(done, 10)
-    assert capsys.readouterr().err.count("100%") == 2
 
 
 def test_a_result_is_a_line_and_in_a_notebook_a_table(tmp_path: Path) -> None:

@@ -71,20 +71,12 @@ def test_a_name_is_enough_to_push_to() -> None:
         openquant.push("missing", "you/name")
 
 
-def test_none_is_an_empty_list() -> None:
-    nothing: dict[str, Any] = {"ignore": None, "copy": None, "text": None}
-    found = openquant.compress(EXAMPLE, dry_run=True, **nothing)
-    assert found.notes == openquant.compress(EXAMPLE, dry_run=True).notes
-
-
 def test_a_value_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(UsageError, match="^ignore is of type int, not a text or a list of texts$"):
         openquant.compress(EXAMPLE, dry_run=True, ignore=3)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ignore": [3]}, "ignore is of type int, not a text or a path"),
-        ({"output": 3}, "output is of type int, not a text or a path"),
         ({"tp": [1]}, "tp is of type list, not a number"),
-        ({"fit": 5}, "fit is of type int, not a text"),
         ({"gptq": "yes"}, "gptq is of type str, not True or False"),
     ]
     for values, message in wrong:

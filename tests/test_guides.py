@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import CodeType
 
 import pytest
 from safetensors.torch import load_file
 
-from conftest import EXAMPLE, ROOT
+from conftest import EXAMPLE, ROOT, change_json
 from openquant import compress, explain, verify
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
-from support import messages, small_checkpoints
-from support.loopback_hub import LoopbackHub
+from support import small_checkpoints
 
 PAGES = sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "README.md"])
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -107,34 +103,6 @@ def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
     assert kl["FP8"] < kl["INT4-GPTQ"] < kl["INT4"]
 
 
-def test_a_model_that_fits_is_published(tmp_path, monkeypatch, capsys):
-    """The second tutorial, with the words that it names for trying it, and fewer texts."""
-    monkeypatch.chdir(tmp_path)
-    *made, push = tutorial("32b-on-24-gb", tmp_path, **{"Qwen/Qwen3-32B": "examples/tiny-qwen3"})
-    for words in made:
-        if "--fit" in words:
-            words[words.index("--fit") + 1] = "5.0bits"
-        assert main([*words, *(FEW if words[0] == "eval" or "--gptq" in words else [])]) == 0, words
-        out = capsys.readouterr().out
-        assert words[0] != "verify" or "no problems" in out
-    with LoopbackHub(tmp_path / "hub", token="hf_x") as hub:
-        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "openquant", *push],
-            env={**os.environ, **settings, "HF_TOKEN": "hf_x", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        published = hub.files("you/Qwen3-32B-4090", "refs/pr/1")
-        card = published["README.md"].read_text()
-    assert {"eval.json", "eval.png", "config.json"} <= published.keys()
-    # The page says that the card has the figures.
-    assert str(json.loads((tmp_path / "Qwen3-32B-4090" / "eval.json").read_text())["kl"]["mean"])[:5] in card
-    assert "](eval.png)\n" in card
-
-
 def test_python_on_the_pages_compiles_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").mkdir()
     shutil.copytree(EXAMPLE, tmp_path / "examples" / "tiny-qwen3")
@@ -155,20 +123,16 @@ def python_of(page: str) -> list[CodeType]:
     return [compile(block, page, "exec") for language, block in blocks if language == "python"]
 
 
-def test_tensors_of_a_wrapped_model_are_renamed(subtests, tmp_path, monkeypatch):
+def test_tensors_of_a_wrapped_model_are_renamed(tmp_path, monkeypatch):
     """The code of the page makes the files that were saved without the wrapper."""
-    for number, shards in enumerate([1, 3]):
-        with subtests.test(shards=shards), monkeypatch.context() as patch:
-            here = tmp_path / str(number)
-            here.mkdir()
-            weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-            expected = small_checkpoints.write(here / "expected", weights=weights, shards=shards)
-            wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
-            small_checkpoints.write(here / "my-model", weights=wrapped, shards=shards)
-            patch.chdir(here)
-            exec(python_of("how-to/check-a-checkpoint.md")[0], {})
-            found = {path.name: path.read_bytes() for path in Path("my-model-renamed").iterdir()}
-            assert found == {path.name: path.read_bytes() for path in expected.iterdir()}
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    expected = small_checkpoints.write(tmp_path / "expected", weights=weights, shards=3)
+    wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
+    small_checkpoints.write(tmp_path / "my-model", weights=wrapped, shards=3)
+    monkeypatch.chdir(tmp_path)
+    exec(python_of("how-to/check-a-checkpoint.md")[0], {})
+    found = {path.name: path.read_bytes() for path in Path("my-model-renamed").iterdir()}
+    assert found == {path.name: path.read_bytes() for path in expected.iterdir()}
 
 
 def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,40 +152,30 @@ def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
 
 
-def test_a_tied_model_is_copied_with_a_head_of_its_own(subtests, tmp_path, monkeypatch):
-    for number, shards in enumerate([1, 3]):
-        with subtests.test(shards=shards), monkeypatch.context() as patch:
-            here = tmp_path / str(number)
-            here.mkdir()
-            weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-            tied = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
-            source = small_checkpoints.write(here / "my-model", weights=tied, shards=shards)
-            config = json.loads((source / "config.json").read_text())
-            (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-            patch.chdir(here)
-            [code] = python_of("output-head.md")
-            exec(code, {})
-            compress("my-model-untied", "out", "channel", quantize_lm_head=True)
-            assert verify("out", "my-model-untied", full=True).problems == ()
-            layers = explain("out", "lm_head", "keep").layers
-            assert [layer.scheme for layer in layers] == ["channel"]
+def test_a_tied_model_is_copied_with_a_head_of_its_own(tmp_path, monkeypatch):
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    tied = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+    source = small_checkpoints.write(tmp_path / "my-model", weights=tied, shards=3)
+    change_json(source / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    monkeypatch.chdir(tmp_path)
+    [code] = python_of("output-head.md")
+    exec(code, {})
+    compress("my-model-untied", "out", "channel", quantize_lm_head=True)
+    assert verify("out", "my-model-untied", full=True).problems == ()
+    assert [layer.scheme for layer in explain("out", "lm_head", "keep").layers] == ["channel"]
 
 
 def test_errors_on_the_pages_are_messages_of_the_code() -> None:
-    known = [
-        (re.sub(r"(\\\.){3}", ".*", re.escape(text)), re.sub(r"(\\\.){3}", ".*", re.escape(hint)))
-        for _, text, hint in messages.messages()
-        # Those with many words: others fit anything.
-        if len(re.findall(r"[\w-]{2,}", text)) > 2
-    ]
+    """Each has some words in a row that a text of the code has."""
+    sources = "".join(path.read_text() for path in (ROOT / "openquant").rglob("*.py"))
+    literals = re.findall(r'"((?:[^"\\\n]|\\.)+)"', sources)
+    pieces = {piece for literal in literals for piece in re.split(r"\{[^}]*\}", literal)}
+    known = {piece for piece in pieces if len(re.findall(r"[\w-]{2,}", piece)) > 2}
     shown = [
-        (page.name, *pair)
+        (page.name, line)
         for page in PAGES
         for pair in re.findall(r"^error: (.+)\nhint: (.+)$", page.read_text(), re.MULTILINE)
+        for line in pair
     ]
-    assert len(shown) > 5
-    for page, error, hint in shown:
-        assert any(re.fullmatch(text, error) and (not tip or re.fullmatch(tip, hint)) for text, tip in known), (
-            page,
-            error,
-        )
+    assert len(shown) > 10
+    assert [each for each in shown if not any(text in each[1] for text in known)] == []

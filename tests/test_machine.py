@@ -6,8 +6,6 @@ import ctypes
 import itertools
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,28 +66,6 @@ def test_what_was_freed_is_given_back() -> None:
     give_memory_back()
     assert before - resident() > 50_000_000
     libc.free(ctypes.c_void_p(blocks[-1]))
-
-
-FREED_AND_MADE_AGAIN = """
-import resource, sys
-import numpy as np
-from openquant.threads import in_threads
-import threading
-def work():
-    for _ in range(200):
-        pieces = [np.ones(1 << 21, np.uint8) for _ in range(8)]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-in_threads(work, 1, threading.Event())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be told")
-def test_memory_that_a_thread_frees_is_used_again() -> None:
-    """The system clears a page at most a few times, where glibc would ask for new ones in every round."""
-    done = subprocess.run([sys.executable, "-c", FREED_AND_MADE_AGAIN], capture_output=True, text=True, check=True)
-    pages = 8 * (1 << 21) // os.sysconf("SC_PAGESIZE")
-    assert int(done.stdout) < 5 * pages
 
 
 def resident() -> int:

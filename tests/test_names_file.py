@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
-from support.loopback_hub import COMMIT, LoopbackHub
 from support.published_checkpoints import described
 
 
@@ -47,16 +46,3 @@ def test_it_reads_back_as_the_same_checkpoint(subtests: pytest.Subtests, tmp_pat
             assert found.tensors == source.tensors
             config = source.config.get("text_config", source.config)
             assert found.config.get("text_config", found.config).items() <= config.items()
-
-
-def test_of_a_repository_only_headers_are_fetched(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "repository", shards=2)
-    with LoopbackHub(tmp_path / "hub") as hub:
-        hub.repositories["org/name"] = root
-        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        done = run("org/name", cwd=tmp_path, **settings)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[1] == f"# names, shapes and dtypes: the headers of the shards of org/name@{COMMIT}"
-    assert described(done.stdout, "LlamaForCausalLM").tensors == open_checkpoint(root).tensors
-    assert hub.sent < max(path.stat().st_size for path in root.glob("*.safetensors")) / 4
-    assert not list((tmp_path / "hf").rglob("*.safetensors"))

@@ -169,53 +169,6 @@ def test_the_source_archive_holds_what_it_is_built_and_read_from(built: Built) -
     assert {"openquant/py.typed", "tests/conftest.py", "tools/names_file.py"} <= found
 
 
-EDITABLE = "import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])"
-# What a caller writes, and the types that a checker then knows.
-CALLER = """
-import openquant
-from openquant import OpenQuantError, Push, SchemeName
-
-def small(model: str, scheme: SchemeName = "int4") -> float:
-    try:
-        made = openquant.compress(model, "out", scheme, group_size=64, max_memory="2GB", ignore="lm_head", dry_run=True)
-    except OpenQuantError as error:
-        raise SystemExit(error.hint)
-    reveal_type(made)
-    found = openquant.evaluate("out", model).outputs[0]
-    openquant.push("out", Push("you/model", create_pr=True))
-    return float(found["kl"]["mean"])
-
-openquant.compress("model", scheme="chanel")
-openquant.SchemName
-"""
-
-
-def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) -> None:
-    """A .pth file with a path: an import hook, which setuptools writes otherwise, is nothing a type checker runs."""
-    venv.create(tmp_path / "env", with_pip=False)
-    [site] = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    call([sys.executable, "-c", EDITABLE, tmp_path], cwd=built.checkout)
-    [wheel] = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(site)
-    [path] = site.glob("*.pth")
-    assert path.read_text().strip() == str(built.checkout)
-    (tmp_path / "caller.py").write_text(CALLER)
-    page = (ROOT / "docs" / "how-to" / "from-python.md").read_text()
-    *of_a_run, packed = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "page.py").write_text("".join(of_a_run))
-    (tmp_path / "packed.py").write_text(packed)
-    python = tmp_path / "env" / "bin" / "python"
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "caller.py"]
-    # torch and safetensors are not there.
-    command += ["page.py", "packed.py", "--disable-error-code", "import-not-found"]
-    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
-    shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
-    assert shown[0] == 'note: Revealed type is "openquant.result.Result"'
-    assert shown[1].startswith('error: Argument "scheme" to "compress" has incompatible type'), shown
-    assert shown[2:] == ['error: Module has no attribute "SchemName"; maybe "SchemeName"?'], shown
-
-
 def test_every_command_knows_its_version_and_helps(subtests: pytest.Subtests, scripts: Path, tmp_path: Path) -> None:
     for number, command in enumerate(["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"]):
         with subtests.test(command=command):
@@ -225,13 +178,6 @@ def test_every_command_knows_its_version_and_helps(subtests: pytest.Subtests, sc
             start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
             assert call([*start, "--version"], cwd=here).split()[1] == NEWEST
             assert call([*start, "--help"], cwd=here).startswith("usage: ")
-
-
-def test_hf_finds_its_extension(scripts: Path) -> None:
-    """`hf extensions install OWNER/hf-openquant` runs the script of the name that huggingface_hub expects."""
-    from huggingface_hub.cli.extensions import _get_executable_name
-
-    assert (scripts / _get_executable_name("openquant")).is_file()
 
 
 def test_every_verb_works_from_the_wheel(scripts: Path, tmp_path: Path) -> None:

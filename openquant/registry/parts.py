@@ -243,7 +243,7 @@ COMPRESSED_LOADS = "--format compressed-tensors loads"
 # models/llama.py:723 and llama4's rename every weight_scale_inv to weight_scale, which block layers do not have.
 SCALES_LOST = sglang_refuses("it silently drops the scales of blocks", COMPRESSED_LOADS, scheme="block", format="fp8")
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16, whatever is stored"
-# Why vLLM loads no scales of the KV cache (tests/serve/test_serve_cache_scales.py asks it about all entries).
+# Why vLLM loads no scales of the KV cache (tests/serve/test_serve_cache.py asks it about all entries).
 # models/lfm2.py:193
 NAMELESS_CACHE = f"{VLLM} builds its attention without quantization"
 SEVERAL_CACHES = f"{VLLM} has several KV caches for each layer, and looks up their scales by the name of one"

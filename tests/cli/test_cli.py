@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import select
 import shutil
 import signal
 import struct
@@ -23,7 +22,7 @@ import torch
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 from openquant.cli.commands import compress_main, main
-from openquant.formats.hardware import GGUF, SCHEME_NAMES
+from openquant.formats.hardware import SCHEME_NAMES
 from support import small_checkpoints
 
 KEYS = [
@@ -34,14 +33,6 @@ KEYS = [
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
 # What the documentation shows is what the command prints.
 PLAN = (ROOT / "docs" / "explanation" / "how-it-works.md").read_text().split(SHOWN)[1].split("```")[0]
-
-
-def test_an_error_says_what_it_quotes_and_a_terminal_obeys_none_of_it(run: Run, tmp_path: Path) -> None:
-    done = run("-m", tmp_path / "a\x1b[2J\u202eb\rc")
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"error: {tmp_path}/a\\x1b[2J\\u202eb\\rc does not exist, and is no Hub repository id either\n"
-    )
 
 
 def test_a_run_prints_plan_and_summary(run: Run, tmp_path: Path) -> None:
@@ -103,23 +94,15 @@ ERRORS = [
     (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
     (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
      "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
-    (["-m", EXAMPLE, "-w", "128", "--scheme", "channel"],
-     "-w 128 asks for blocks, --scheme channel for something else", "leave one of them out"),
     (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
      "use --format compressed-tensors"),
     (["-m", EXAMPLE, "--scale-format", "ue8m0"], "--scheme tensor has no ue8m0 scales in the fp8 format",
      SCALE_FORMATS),
-    (["-m", EXAMPLE, "--scheme", "mxfp8", "--scale-format", "float"],
-     "--scheme mxfp8 has no float scales in the compressed-tensors format", SCALE_FORMATS),
-    (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from",
-     GGUF),
     (["-m", EXAMPLE, "--scheme", "fp8"], "argument --scheme: invalid choice: 'fp8' (choose from",
      "fp8 is --scheme tensor, the default, or channel"),
-    (["-m", EXAMPLE, "--scheme", "int1"], "argument --scheme: invalid choice: 'int1' (choose from", "did you mean int8? see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
      "see compress_fp8.py --help"),
-    (["-m", EXAMPLE, "--workers", "many"], "argument --workers: invalid int value: 'many'", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--device", "tpu"], "tpu is not a device", "choose auto, cpu, cuda or cuda:N"),
     (["-m", EXAMPLE, "--revision", "main"], f"{EXAMPLE} is a local directory, which has no revision main", "leave --revision out"),
     (["-m", "org/name@a", "--revision", "b"], "org/name@a and --revision b name two revisions", "give one of them"),
@@ -131,8 +114,6 @@ ERRORS = [
      "argument --scheme-for: **.o_proj is not PATTERN=SCHEME, such as **.self_attn.*=channel", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "-w", "128", "--scheme-for", "**.o_proj=channel"],
      "--scheme-for does not go with --scheme block in the fp8 format: all layers are alike", MIXING),
-    (["-m", EXAMPLE, "--scheme", "mxfp8", "--scheme-for", "**.o_proj=channel"],
-     "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
      "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix",
      f"choose one of {', '.join(name for name, scheme in SCHEME_NAMES.items() if scheme.mixes)}"),
@@ -140,10 +121,7 @@ ERRORS = [
      "--scheme-for lm_head=tensor matches no module that can be quantized",
      "the output head is quantized with --quantize-lm-head only: give that too"),
     (["-m", EXAMPLE, "--architecture", ""], "argument --architecture: it is empty", "see compress_fp8.py --help"),
-    (["-m", "org/name", "--revision", ""], "argument --revision: it is empty", "see compress_fp8.py --help"),
-    (["-m", EXAMPLE, "--push-to-hub", ""], "argument --push-to-hub: it is empty", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--tp", "0"], "--tp 0 is no number of ranks", "give --tp 1 or more"),
-    (["-m", EXAMPLE, "--tp", "two"], "argument --tp: invalid int value: 'two'", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--tp", "8"], "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8",
      "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some"),
     (["-m", EXAMPLE, "--quantize-lm-head"], "engines load no quantized output head in the fp8 format",
@@ -153,7 +131,6 @@ ERRORS = [
     (["-m", EXAMPLE, "-q", "-v"], "argument -v/--verbose: not allowed with argument -q/--quiet", "see compress_fp8.py --help"),
     ([], "the following arguments are required: MODEL", "see compress_fp8.py --help"),
     ([EXAMPLE, "-m", EXAMPLE], f"unrecognized arguments: {EXAMPLE}", "see compress_fp8.py --help"),
-    ([EXAMPLE, "--shceme", "int4"], "unrecognized arguments: --shceme int4", "did you mean --scheme? see compress_fp8.py --help"),
 ]  # fmt: skip
 
 
@@ -202,14 +179,6 @@ def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path
     assert "transformers loads it too, with compressed-tensors installed\n" in card
 
 
-def test_missing_gpu(run: Run) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    done = run("-m", EXAMPLE, "--device", "cuda:1")
-    assert done.returncode == 2
-    assert done.stderr == f"error: there is no cuda:1: torch {torch.__version__} sees 0 GPUs\nhint: use --device cpu\n"
-
-
 def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "models" / "my-finetune")
     before = tree(source)
@@ -217,10 +186,6 @@ def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp
     assert done.returncode == 0, done.stderr
     assert tree(source) == before
     assert (tmp_path / "models" / "my-finetune-FP8" / "config.json").exists()
-    dry = run("-m", ".", "--dry-run", "--json", cwd=source)
-    assert json.loads(dry.stdout)["output"] == str(tmp_path / "models" / "my-finetune-FP8")
-    run("-m", "../models/my-finetune/", "-w", "128", "-q", cwd=tmp_path / "here")
-    assert (tmp_path / "here" / "my-finetune-FP8-W128" / "config.json").exists()
 
 
 def test_how_much_is_said(run: Run, source: Path) -> None:
@@ -244,31 +209,20 @@ def test_how_much_is_said(run: Run, source: Path) -> None:
     assert "left out: optimizer.pt, original/\n" in run("-m", source, "--dry-run").stdout
 
 
-def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, text=True, timeout=60)
-    assert select.select([leader], [], [], 5)[0], "nothing was drawn"
-    shown = os.read(leader, 1 << 16).decode()
-    os.close(follower)
-    os.close(leader)
-    assert done.returncode == 0
-    assert "compressing:   0%" in shown
-    assert "compressing" not in done.stdout
-
-
-def test_no_bar_is_drawn_where_nobody_watches(tmp_path: Path, source: Path) -> None:
-    for name, value in {"CI": "1", "NO_COLOR": "1", "TERM": "dumb"}.items():
+def test_progress_is_a_bar_on_a_terminal_where_somebody_watches(tmp_path: Path, source: Path) -> None:
+    for number, (name, drawn) in enumerate((("SOMETHING", True), ("CI", False), ("NO_COLOR", False))):
         leader, follower = pty.openpty()
-        command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / name)]
-        environment = {**os.environ, name: value}
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        command = [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", tmp_path / str(number)]
+        environment = {**os.environ, name: "1"}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment, timeout=60)
         os.write(follower, b"end")
         shown = os.read(leader, 1 << 16)
         os.close(follower)
         os.close(leader)
-        assert (done.returncode, shown) == (0, b"end"), name
+        assert done.returncode == 0
+        assert (b"compressing:   0%" in shown) == drawn, name
+        assert drawn or shown == b"end"
 
 
 def untold(why: str) -> tuple[int, str]:
@@ -277,20 +231,12 @@ def untold(why: str) -> tuple[int, str]:
     return 2, f"error: stdout cannot be written: {why}\n{hint}"
 
 
-FULL, BROKEN, BAD = (untold(why) for why in ("No space left on device", "Broken pipe", "Bad file descriptor"))
+FULL, BROKEN = (untold(why) for why in ("No space left on device", "Broken pipe"))
 STREAMS = {
     "| head -1": (0, ""),
-    "| true": (0, ""),
-    ">&-": (0, ""),
-    "2>&-": (0, ""),
-    "<&-": (0, ""),
-    "2> /dev/full": (0, ""),
     "> /dev/full": FULL,
-    "-q > /dev/full": (0, ""),
-    "--json > /dev/full": FULL,
     # A program that asked for a result has none.
     "--json | true": BROKEN,
-    "--json >&-": BAD,
 }
 
 
@@ -308,17 +254,12 @@ def test_streams_that_fail_do_not_stop_the_work(subtests: pytest.Subtests, sourc
             assert (done.returncode, done.stderr) == ends
             assert tree(tmp_path / "out") == tree(tmp_path / "same")
             shutil.rmtree(tmp_path / "out")
-            if streams in ("2>&-", "2> /dev/full", "--json | true", "--json >&-"):
-                failed = bash(words.replace(" -o", " -m nowhere/at/all -o"))
-                assert failed.returncode == 2
-                assert "Traceback" not in failed.stderr
 
     # An answer that cannot be written is no success.
-    for command in (f"verify {tmp_path}/same", f"verify {tmp_path}/same --json", "--help", "--version"):
-        with subtests.test(command), open("/dev/full", "w") as full:
-            asked = [sys.executable, "-m", "openquant", *command.split()]
-            done = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-            assert (done.returncode, done.stderr) == FULL
+    with open("/dev/full", "w") as full:
+        asked = [sys.executable, "-m", "openquant", "verify", str(tmp_path / "same"), "--json"]
+        done = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == FULL
 
 
 def test_a_memory_limit_turns_xet_off_but_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,47 +272,27 @@ def test_a_memory_limit_turns_xet_off_but_where_the_user_says_so(monkeypatch: py
         assert os.environ["HF_HUB_DISABLE_XET"] == expected
 
 
-def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
-    source = small_checkpoints.write(tmp_path / "modèle 模型")
-    done = run("-m", source, "-o", "out", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
-    assert "mod\\xe8le" in done.stdout
-    quoted = run("-m", source, PYTHONIOENCODING="utf-8")
-    assert "  vllm serve 'modèle 模型-FP8'\n" in quoted.stdout
-
-
-def test_signals_at_any_moment_exit_130(subtests, tmp_path):
+def test_a_signal_ends_a_run_with_130(tmp_path):
     weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    out = tmp_path / "out"
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json", "-q"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    for name in ("INT", "TERM"):
-        with subtests.test(name):
-            out = tmp_path / name
-            command = [sys.executable, str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json", "-q"]
-            started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
-            while not (out / ".openquant").exists():
-                assert started.poll() is None
-                time.sleep(0.002)
-            started.send_signal(getattr(signal, f"SIG{name}"))
-            stdout, stderr = started.communicate(timeout=60)
-            assert started.returncode == 130, stderr
-            assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
-            assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+    started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
+    while not (out / ".openquant").exists():
+        assert started.poll() is None
+        time.sleep(0.002)
+    started.send_signal(signal.SIGINT)
+    stdout, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, stderr
+    assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
+    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
-def test_help_and_version(subtests: pytest.Subtests) -> None:
-    for command in [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]:
-        with subtests.test(command=command):
-            helped = subprocess.run([sys.executable, *command, "--help-all"], capture_output=True, text=True)
-            assert helped.returncode == 0
-            if command[-1] != "openquant":
-                for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
-                               "--overwrite", "--json", "-q", "-v"):  # fmt: skip
-                    assert option in helped.stdout
-            if command[-1] != "compress":
-                shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
-                assert shown.returncode == 0
-                assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
+def test_version() -> None:
+    shown = subprocess.run([sys.executable, "-m", "openquant", "--version"], capture_output=True, text=True)
+    assert shown.returncode == 0
+    assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
 
 
 def test_help_does_not_load_numpy_or_torch() -> None:
@@ -385,15 +306,6 @@ def test_help_does_not_load_numpy_or_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_installed_commands_are_the_same(tmp_path: Path, source: Path) -> None:
-    scripts = Path(sys.executable).parent
-    for name, command in (("a", ["compress-fp8"]), ("b", ["openquant", "compress"])):
-        words = [str(scripts / command[0]), *command[1:], "-m", str(source), "-o", str(tmp_path / name), "-q"]
-        assert subprocess.run(words).returncode == 0
-    compress(source, tmp_path / "c")
-    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c")
-
-
 def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import openquant.plan.plan\ndef broken(*_): raise ZeroDivisionError('ours')\nopenquant.plan.plan.make_plan = broken\n"
@@ -402,3 +314,18 @@ def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Pat
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.endswith("ZeroDivisionError: ours\n")
+
+
+def test_missing_gpu(run: Run) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run("-m", EXAMPLE, "--device", "cuda:1")
+    assert done.returncode == 2
+    assert done.stderr == f"error: there is no cuda:1: torch {torch.__version__} sees 0 GPUs\nhint: use --device cpu\n"
+
+
+def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
+    source = small_checkpoints.write(tmp_path / "modèle 模型")
+    done = run("-m", source, "-o", "out", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "mod\\xe8le" in done.stdout

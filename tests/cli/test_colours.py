@@ -52,28 +52,17 @@ def _read(leader: int) -> bytes:
         return b""
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("coloured") / "out"
-    compress(EXAMPLE, place)
-    return place
-
-
-def test_what_counts_is_coloured_on_a_terminal(output: Path) -> None:
+def test_what_counts_is_coloured_on_a_terminal(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    compress(EXAMPLE, output)
     assert COLOURED.findall(on_terminal(*LONG, columns=200)) == [
         "error:", "hint:", "openquant diagnose MODEL", "openquant eval A --source B"
     ]  # fmt: skip
     assert COLOURED.findall(on_terminal("verify", str(output))) == ["no problems:", "note:"]
-    (output / "model.safetensors.index.json").unlink()
-    assert COLOURED.findall(on_terminal("verify", str(output)))[0] == "1 problem:"
-    shown = on_terminal("fit", str(EXAMPLE), "--gpu", "4090")
-    assert COLOURED.findall(shown)[-1] == f"  openquant compress -m {EXAMPLE} --scheme channel"
 
 
 def test_no_colour_where_nobody_sees_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}):
-        assert "\x1b" not in on_terminal(*LONG, **environment), environment
-    assert "\x1b" in on_terminal(*LONG, NO_COLOR="")
+    assert "\x1b" not in on_terminal(*LONG, NO_COLOR="1", FORCE_COLOR="1")
 
     assert main(LONG) == 2
     assert capsys.readouterr().err.splitlines() == ERROR
@@ -88,14 +77,7 @@ def test_no_colour_where_nobody_sees_it(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_what_is_said_is_wrapped_on_a_terminal() -> None:
-    for columns in (60, 80, 120):
-        lines = on_terminal(*LONG, columns=columns, NO_COLOR="1").splitlines()
-        assert all(len(line) <= columns or " " not in line.strip() for line in lines)
-        assert " ".join(line.strip() for line in lines) == " ".join(ERROR)
-        assert any("openquant eval A --source B" in line for line in lines)
-
-
-def test_a_name_brings_no_colour_of_its_own() -> None:
-    shown = on_terminal("verify", "no\x1b[2J\nerror: x", columns=200)
-    assert COLOURED.sub(r"\1", shown).startswith("error: no\\x1b[2J\\nerror: x ")
-    assert COLOURED.findall(shown) == ["error:", "hint:"]
+    lines = on_terminal(*LONG, columns=60, NO_COLOR="1").splitlines()
+    assert all(len(line) <= 60 or " " not in line.strip() for line in lines)
+    assert " ".join(line.strip() for line in lines) == " ".join(ERROR)
+    assert any("openquant eval A --source B" in line for line in lines)

@@ -13,7 +13,7 @@ from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.arguments import Parser, verb_parser
 from openquant.cli.commands import VERBS, main
-from openquant.report.cells import COMMAND, paragraphs, table
+from openquant.report.cells import COMMAND, paragraphs
 from support import small_checkpoints
 
 WIDTHS = (80, 60)
@@ -40,14 +40,12 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS_THAT_TELL = [
     "compress MODEL --dry-run -v",
     "compress moe --dry-run --scheme int4",
-    "compress MODEL -o again --overwrite",
     "dequantize FP8 --dry-run",
+    "diagnose MODEL",
     "fit MODEL",
     "fit MODEL --gpu 2x4090 --context 2k",
-    "diagnose MODEL",
     "diagnose moe --scheme int4 -v",
     "explain MODEL **.q_proj",
-    "explain moe **.down_proj",
     "verify FP8 --source MODEL --full",
     "env",
 ]
@@ -80,11 +78,10 @@ def test_an_evaluation_fits(converted, monkeypatch, capsys):
     questions = [{"question": f"{number} and 1 make", "choices": ["many", "few"], "answer": 0} for number in range(4)]
     Path("sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     words = ["eval", "FP8", "--source", "MODEL", "--samples", "2", "--length", "32", "--tasks", "sums.jsonl"]
-    for width in WIDTHS:
-        monkeypatch.setenv("COLUMNS", str(width))
-        assert main(words) == 0
-        printed = capsys.readouterr().out
-        assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, width)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, 60)
 
 
 def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,79 +97,6 @@ def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -
             for shows_all in (False, True):
                 parser.shows_all = shows_all
                 assert not too_long(parser.format_help(), width)
-
-
-def test_a_result_has_80_columns_where_no_terminal_is(converted, monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS")
-    monkeypatch.chdir(converted)
-    assert main(["compress", "moe", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["compress", "moe", "--dry-run"]) == 0
-    assert capsys.readouterr().out == printed
-
-
-ROWS = [
-    ("", "layers", "shape", "size", ""),
-    ("FP8", "model.q_proj", "192 x 576", "3.32 MB", ""),
-    ("keep", "model.embed_tokens", "64 x 576", "37 kB", "embedding"),
-]
-
-
-def test_a_remark_goes_beneath_its_row_where_the_line_is_too_long() -> None:
-    assert table(ROWS, left=(0, 1, 4), width=60, keys=2) == table(ROWS, left=(0, 1, 4), keys=2)
-    assert table(ROWS, left=(0, 1, 4), width=50, keys=2) == [
-        "      layers                  shape     size",
-        "FP8   model.q_proj        192 x 576  3.32 MB",
-        "keep  model.embed_tokens   64 x 576    37 kB",
-        "      embedding",
-    ]
-
-
-def test_columns_go_beneath_their_rows_and_no_name_is_cut() -> None:
-    assert table(ROWS, left=(0, 1, 4), width=30, keys=2) == [
-        "      layers",
-        "          shape     size",
-        "FP8   model.q_proj",
-        "      192 x 576  3.32 MB",
-        "keep  model.embed_tokens",
-        "       64 x 576    37 kB",
-        "      embedding",
-    ]
-
-
-def test_a_wide_table_becomes_several() -> None:
-    rows = [("layer", "tensor", "channel", "largest error"), ("q_proj", "2.68 %", "2.65 %", "1 %")]
-    assert table(rows, width=32) == [
-        "layer   tensor  channel  largest",
-        "                           error",
-        "q_proj  2.68 %   2.65 %      1 %",
-    ]
-    assert table(rows, width=24) == [
-        "layer   tensor  channel",
-        "q_proj  2.68 %   2.65 %",
-        "",
-        "layer   largest error",
-        "q_proj            1 %",
-    ]
-
-
-def test_text_is_wrapped_in_a_last_column_and_words_stay_whole() -> None:
-    rows = [("rule", "compress: model.layers.*.self_attn.q_proj (Llama)"), ("ranks", "each has a part of its rows")]
-    assert table(rows, left=(0, 1), width=24) == [
-        "rule   compress:",
-        "       model.layers.*.self_attn.q_proj",
-        "       (Llama)",
-        "ranks  each has a part",
-        "       of its rows",
-    ]
-    assert paragraphs(["  not 2: 3 heads do not divide"], 20) == ["  not 2: 3 heads do", "    not divide"]
-    assert paragraphs(["problem: /a/path/that/is/long", "", "  "], 12) == [
-        "problem:",
-        "  /a/path/that/is/long",
-        "",
-        "  ",
-    ]
 
 
 COMMANDS_IN_TEXT = [
@@ -191,8 +115,3 @@ def test_a_command_stays_whole_in_a_sentence() -> None:
             lines = paragraphs([text], width)
             assert " ".join(line.strip() for line in lines) == text
             assert all(any(command in line for line in lines) for command in commands)
-
-
-def test_what_a_terminal_obeys_is_escaped_before_lines_are_parted() -> None:
-    assert table([("a\nb", "\x1b[2J")]) == ["a\\nb  \\x1b[2J"]
-    assert paragraphs(["note: a\nb\x1b[2J"], 80) == ["note: a\\nb\\x1b[2J"]

@@ -51,7 +51,7 @@ def test_documents_are_pieces_of_the_text(tmp_path: Path, tokenizer: Tokenizer) 
     assert corpus.notes == ()
 
 
-@pytest.mark.parametrize("words", [300, 3_000, 60_000])
+@pytest.mark.parametrize("words", [300, 20_000])
 def test_purposes_share_no_text_however_much_is_read(tmp_path: Path, tokenizer: Tokenizer, words: int) -> None:
     text = [write(tmp_path / "a.txt", words)]
     many = pieces(read_corpus(Texts(text=text, samples=200, length=50), tokenizer, "calibration"), tokenizer)
@@ -77,13 +77,6 @@ def test_domains_are_balanced_and_told_apart(tmp_path: Path, tokenizer: Tokenize
     assert corpus.domains == {str(texts[0]): 3, str(texts[1]): 2, str(texts[2]): 2}
     with pytest.raises(OpenQuantError, match="^a text is given twice$"):
         read_corpus(Texts(text=[texts[0], texts[0]], samples=4), tokenizer)
-
-
-def test_documents_come_from_all_over_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    text = write(tmp_path / "a.txt", 100_000)
-    corpus = read_corpus(Texts(text=[text], samples=16, length=32), tokenizer)
-    numbers = [int(line.split()[1]) for line in pieces(corpus, tokenizer)]
-    assert min(numbers) < 12_000 and max(numbers) > 70_000
 
 
 def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -198,7 +191,6 @@ NO_PARTS = (
 )
 TEMPLATES = [
     (None, "user: "),
-    ("{{ raise_exception('only tools') }}", "user: "),
     (NO_PARTS, "user: "),
     ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
 ]

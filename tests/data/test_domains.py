@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import ROOT
 from openquant.data import domains
-from openquant.data.domains import open_dataset, open_file, own_texts
+from openquant.data.domains import open_dataset, open_file
 from openquant.errors import SourceError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
@@ -71,14 +70,6 @@ def test_every_line_of_json_is_in_one_block(tmp_path_factory: pytest.TempPathFac
         assert [part for block in parts(path) for part in block] == lines
 
 
-def test_where_a_block_begins_does_not_depend_on_what_is_asked(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    blocks = parts(path)
-    assert len(blocks) == 5 and all(len(part) == 1 and part[0].endswith("\n") for part in blocks)
-    assert sum(len(part[0].encode()) for part in blocks) > 0.999 * path.stat().st_size
-
-
 def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
@@ -94,9 +85,7 @@ def test_a_broken_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> No
         (b"{", "a.jsonl line 3 is not valid JSON: Expecting property name"),
         (b"[1]", "a.jsonl line 3 is [1], not an object"),
         (b'{"prompt": "x"}', "a.jsonl line 3 has neither `text` nor `messages`, only 'prompt'"),
-        (b'{"text": 3}', "a.jsonl line 3 has neither `text` nor `messages`, only 'text'"),
         (b'{"messages": "x"}', "a.jsonl line 3 has `messages` that are 'x', not a list of objects"),
-        (b'{"messages": []}', "a.jsonl line 3 has `messages` that are [], not a list of objects"),
         (b'{"messages": ["x"]}', "a.jsonl line 3 has `messages` that hold 'x', not an object"),
         (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that hold one without a `role`"),
         (b'{"text": "\xff"}', "a.jsonl line 3 is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
@@ -145,42 +134,6 @@ def test_of_a_large_file_only_blocks_are_read(tmp_path: Path) -> None:
 PURPOSES = ("evaluation", "calibration")
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_our_own_texts_are_balanced_and_none_is_there_twice(purpose: str) -> None:
-    texts = own_texts(purpose)
-    assert list(texts) == ["prose", "code", "chats", "languages"]
-    sizes = {name: sum(len(str(text).encode()) for text in each) for name, each in texts.items()}
-    assert max(sizes.values()) < 1.6 * min(sizes.values()), sizes
-    every = [str(text) for each in texts.values() for text in each]
-    assert len(every) == len(set(every))
-
-
-def test_our_own_texts_for_one_purpose_are_not_for_the_other() -> None:
-    lines = [
-        {
-            line
-            for each in own_texts(purpose).values()
-            for text in each
-            for line in re.split(r"\\n|\n", str(text))
-            if len(line) > 60
-        }
-        for purpose in PURPOSES
-    ]
-    assert all(lines) and not lines[0] & lines[1]
-
-
-def test_our_own_chats_begin_with_a_user_and_take_turns() -> None:
-    """Templates of many models refuse other roles, and another order."""
-    chats = [
-        text for purpose in PURPOSES for each in own_texts(purpose).values() for text in each if isinstance(text, list)
-    ]
-    assert len(chats) > 50
-    for chat in chats:
-        roles = [message["role"] for message in chat]
-        assert roles == ["user", "assistant"] * (len(chat) // 2)
-        assert all(message["content"] == message["content"].strip() for message in chat)
-
-
 def test_documents_say_what_our_own_texts_are() -> None:
     page = (ROOT / "docs" / "how-to" / "calibration-texts.md").read_text()
     for purpose in PURPOSES:
@@ -222,18 +175,9 @@ def test_a_small_dataset_is_halved(dataset: Path) -> None:
     assert [message["content"] for message in domain.read(0)[0].content] == ["Hi", None]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("{}:nothing", "dataset {}:nothing cannot be read: "),
-        ("{}::nothing", "dataset {}::nothing cannot be read: "),
-        ("{}/nowhere", "dataset {}/nowhere cannot be read: "),
-    ],
-)
-def test_a_dataset_that_cannot_be_read(dataset: Path, name: str, message: str) -> None:
-    with pytest.raises(SourceError) as caught:
-        open_dataset(name.format(dataset), 2)
-    assert str(caught.value).startswith(message.format(dataset))
+def test_a_dataset_that_cannot_be_read(dataset: Path) -> None:
+    with pytest.raises(SourceError, match=f"^dataset {dataset}::nothing cannot be read: "):
+        open_dataset(f"{dataset}::nothing", 2)
 
 
 def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None:
@@ -246,26 +190,11 @@ def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None
     )
 
 
-def test_scripts_of_a_dataset_are_not_run(dataset: Path, tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        (dataset / f"{split}.jsonl").unlink()
-    (dataset / "data.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
-    (dataset / "data.pkl").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
-    with pytest.raises(SourceError, match=f"^dataset {dataset} cannot be read: "):
-        open_dataset(str(dataset), 2)
-    assert not (tmp_path / "planted").exists()
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        ("raise ImportError", "--dataset needs datasets, which is not installed"),
-        ("__version__ = '3.6.0'", "--dataset needs datasets 4 or newer; 3.6.0 is installed"),
-    ],
-)
-def test_datasets_is_an_extra(tmp_path: Path, module: str, message: str) -> None:
-    (tmp_path / "datasets.py").write_text(module)
+def test_datasets_is_an_extra(tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").write_text("__version__ = '3.6.0'")
     script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"
+    assert done.stderr.splitlines()[-1] == (
+        "openquant.errors.UsageError: --dataset needs datasets 4 or newer; 3.6.0 is installed"
+    )

@@ -75,7 +75,6 @@ def test_errors_name_the_line(tmp_path: Path, subtests: pytest.Subtests) -> None
         ({**LINE, "choices": ["a"]}, "t.jsonl line 2: choices is ['a'], not a list of texts"),
         ({**LINE, "choices": ["a", 7]}, "t.jsonl line 2: a choice is 7, not a text"),
         ({**LINE, "answer": 2}, "t.jsonl line 2: answer is 2, neither a choice nor the index of one"),
-        ({**LINE, "answer": True}, "t.jsonl line 2: answer is True, neither a choice nor the index of one"),
         ({**LINE, "answer": "c"}, "t.jsonl line 2: answer is 'c', neither a choice nor the index of one"),
     ]:
         with subtests.test(says):
@@ -99,7 +98,6 @@ def test_errors_name_the_example(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     for task, says in (
         ([], "t.json has no list of examples"),
-        ({"examples": {}}, "t.json has no list of examples"),
         ({"examples": [{"input": "Why?", "target": "a"}]}, "t.json has no example with target_scores: "),
         ({"examples": [EXAMPLE, 3]}, "t.json example 2 is 3, not a JSON object"),
         (one(input=None), "t.json example 1: input is None, not a text"),

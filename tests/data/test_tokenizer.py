@@ -157,7 +157,7 @@ def panicking(model: Path) -> None:
     )
 
 
-NAMES = ("AutoModelForCausalLM", "pipeline", "AutoTokenizer", ["LlamaTokenizer"], "\x1b[2JTokenizer")
+NAMES = ("AutoModelForCausalLM", ["LlamaTokenizer"], "\x1b[2JTokenizer")
 DAMAGE: list[tuple[Any, str]] = [
     (damaged("tokenizer.json", None), "DIR/tokenizer.json is not a regular file"),
     (damaged("tokenizer.json", b"{}"), "the tokenizer of DIR cannot be loaded: "),

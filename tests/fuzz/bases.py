@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from cases import Base
 from openquant import compress
-from support import other_tools, small_checkpoints
+from support import small_checkpoints
 from support.mixed_precision import mixed_precision
 from support.quantized_checkpoints import (
     SOURCES,
@@ -50,8 +49,6 @@ def make(root: Path) -> list[Base]:
     quantized = [store(root / f"stored-{n}", make, config) for n, (make, config, _) in enumerate(SOURCES.values())]
     more = [(asymmetric(), asymmetric_config()), (awq(), awq_config()), (gptq(act=True), gptq_config(act=True))]
     quantized += [store(root / f"stored-more-{n}", make, config) for n, (make, config) in enumerate(more)]
-    for number, (make_layer, config, _) in enumerate(other_tools.KINDS.values()):
-        quantized.append(store(root / f"stored-tool-{number}", other_tools.stored_only(make_layer), config))
     quantized.append(mixed_precision(root / "mixed-precision"))
     outputs = []
     for number, (architecture, options) in enumerate(OUTPUTS):
@@ -61,9 +58,3 @@ def make(root: Path) -> list[Base]:
     compress(quantized[-1], root / "kept", "keep")
     outputs.append(Base(root / "kept", quantized[-1]))
     return [*map(Base, sources.values()), *outputs, *outputs, *map(Base, quantized)]
-
-
-def main(root: Path) -> None:
-    """Make them, and list them in a file that needs no torch to read."""
-    found = [[str(base.root), base.source and str(base.source)] for base in make(root)]
-    (root / "bases.json").write_text(json.dumps(found))

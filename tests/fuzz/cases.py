@@ -6,7 +6,6 @@ behind looks finished only if it said 0. `problems()` of an outcome are what did
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -24,14 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from damage import JOURNAL, damage
-from openquant import verify
 from openquant.cli.commands import main
-from openquant.formats import kernels
-from openquant.formats.schemes import VARIANTS
 
 SECONDS = 20
 MEMORY = 1 << 30
@@ -186,18 +181,8 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Told:
-    """A case in words: what was damaged, what was run, how it ended, and what did not hold."""
-
-    damage: list[str]
-    words: list[str]
-    outcome: Outcome
-    problems: list[str]
-
-
-def play(rng: random.Random, bases: list[Base], here: Path) -> Told:
-    """One case from beginning to end; `here` is an empty directory."""
+def play(rng: random.Random, bases: list[Base], here: Path) -> list[str]:
+    """One case from beginning to end in an empty directory; what did not hold, with what was damaged and run."""
     base = rng.choice(bases)
     root = here / "model"
     shutil.copytree(base.root, root)
@@ -207,7 +192,12 @@ def play(rng: random.Random, bases: list[Base], here: Path) -> Told:
     return _compress(rng, root, here, done)
 
 
-def _compress(rng: random.Random, root: Path, here: Path, done: list[str]) -> Told:
+def tell(problems: list[str], done: list[str], words: list[str], outcome: Outcome) -> list[str]:
+    """Problems with what is needed to understand them."""
+    return [f"{each}\n{done}\nopenquant {' '.join(words)}\n{outcome}" for each in problems]
+
+
+def _compress(rng: random.Random, root: Path, here: Path, done: list[str]) -> list[str]:
     output = here / "output"
     if rng.random() < 0.15:
         words = ["dequantize", "model", "-o", "output"]
@@ -231,7 +221,7 @@ def _compress(rng: random.Random, root: Path, here: Path, done: list[str]) -> To
             # By another architecture than its own, or by none, engines may build other layers as FP8.
             if checked.code == 1 and "--architecture" not in words and not _as_planned(outcome, checked):
                 found.append(f"verify of the output finds problems: {checked.out[-300:]}")
-    return Told(done, words, outcome, found)
+    return tell(found, done, words, outcome)
 
 
 def _as_planned(outcome: Outcome, checked: Outcome) -> bool:
@@ -243,7 +233,7 @@ def _as_planned(outcome: Outcome, checked: Outcome) -> bool:
     )
 
 
-def _output(rng: random.Random, base: Base, root: Path, here: Path) -> Told:
+def _output(rng: random.Random, base: Base, root: Path, here: Path) -> list[str]:
     """Something done with a damaged output: verify it, or run over it again."""
     precious = here / "precious"
     precious.mkdir()
@@ -272,16 +262,4 @@ def _output(rng: random.Random, base: Base, root: Path, here: Path) -> Told:
         found.append("another directory was changed")
     if not again and outcome.code == 0 and (broken := unreadable(root)):
         found.append(f"verify finds no problem, safetensors does: {broken}")
-    return Told(done, words, outcome, found)
-
-
-def warm(base: Base) -> None:
-    """Import and compute now what every child would."""
-    for module in ("openquant.api", "openquant.hub.publish", "openquant.report.text", "openquant.run"):
-        importlib.import_module(module)
-    one = np.full((1, 2), 0x3F80, np.uint16)
-    for number in {scheme.format.number for scheme in VARIANTS}:
-        scale = np.float32([[1]]) / np.float32(number.largest)
-        kernels.encode(one, "BF16", scale, (None, None), np.empty((1, 2), np.uint8), number)
-    if base.source is not None:
-        verify(base.root)
+    return tell(found, done, words, outcome)

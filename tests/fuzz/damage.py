@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's directory, chosen by a `random.Random`: hypothesis, atheris or a plain seed may be behind it.
+"""Damage to a checkpoint's directory, chosen by a `random.Random`.
 
 Each kind of damage knows what it damages (JSON trees, headers, front matter, journals, kinds of files), so that most
 of it passes the first check and meets a later one. All return what they did, in words, for whoever reads a report.
@@ -36,7 +36,7 @@ KEYS = [
     "ignored_layers", "modules_to_not_convert", "weight_block_size", "activation_scheme", "config_groups", "targets",
     "weights", "strategy", "num_bits", "type", "format", "kv_cache_scheme", "scale_fmt", "quant_algo", "quantized_layers",
     "global_quant_config", "layer_quant_config", "export", "dtype", "qscheme", "load_in_4bit", "blocksize",
-    "quantization", "sparsity_config", "transform_config", "weight_map", "metadata", "total_size", "dtype", "shape",
+    "quantization", "weight_map", "metadata", "total_size", "shape",
     "data_offsets", "__metadata__", "digest", "files", "done", "exclude_modules", "group_size", "block_structure",
 ]  # fmt: skip
 DTYPES = [
@@ -53,16 +53,6 @@ NAMES = [
     "model.layers.0.self_attn.q_proj.weight_packed", "model.layers.0.mlp.experts.gate_up_proj_blocks", "\ud800",
     "model.layers.0.self_attn.q_proj.qweight", "re:.*", "a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z.weight",
 ]  # fmt: skip
-FRONT = [
-    "a: !!bool foo", 'a: !!int ""', 'a: !!float ""', "a: !!python/object/apply:os.system [id]", "a: &x [*x]",
-    "a: &a [1]\nb: &b [*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d]",
-    "a: &a {x: 1}\nb: {<<: *a}", "a: 1:" + "59:" * 60 + "1", "tags:", "tags: x", "tags: [fp8, 1, null, [a]]",
-    "tags: {a: b}", "base_model: [a, b]", "base_model: {}", "license: no", "language: [no, en]", "? [a]\n: b",
-    "a: " + "[" * 500, "a: " + "{" * 300, "a: 2001-99-99", "a: 0x", "a: |\n  text", "a: >-\n  text", "%YAML 9.9\na: b",
-    "a: b: c", "\ta: b", "- a\n- b", "just text", "a: 'x", "1: 2", "null: 1", "pipeline_tag: 5", "model-index: x",
-    "a: !!set {x, y}", "a: !!binary ====", "a: !!timestamp x", "a: !!omap [x]", "a: *missing", "é: ü", "a: \0", "...",
-    "a: 1\na: 2", "{a: b, tags: [x]}", "a: !<tag:yaml.org,2002:map> x", "<<: 5", "<<: [{a: 1}]", "a: 9" + "0" * 5000,
-]  # fmt: skip
 PLANTED = ["d", "d/credentials.json", "../precious", "../precious/keep", "config.json/x", "/etc/hostname", ".",
            ".openquant/lock", ".openquant", "a" * 300, "a\nb", "\ud800", "", "model.safetensors", JOURNAL]  # fmt: skip
 QUANTIZATIONS: list[Any] = [
@@ -75,8 +65,6 @@ QUANTIZATIONS: list[Any] = [
     {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"quant_method": "hqq"},
     {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
      "layer_quant_config": {"*.q_proj": {"weight": {"dtype": "int8", "qscheme": "per_channel", "symmetric": True}}}},
-    {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["*"]}},
-    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"model": {"quant_algo": "FP8"}}},
     {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["re:.*gate$", "lm_head"],
      "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
          "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}}},
@@ -270,17 +258,6 @@ def _header(rng: random.Random, root: Path) -> str | None:
     return f"{path.name}: entries of the header changed"
 
 
-def _metadata(rng: random.Random, root: Path) -> str | None:
-    path = _shard(rng, root)
-    found = path and parts_of(path)
-    if not path or not found:
-        return None
-    header, data = found
-    header["__metadata__"] = odd(rng, [{"format": "tf"}, {"a": 1}, {"a": ["b"]}, {"a": None}, {"": "x"}])
-    assemble(rng, path, header, data)
-    return f"{path.name}: __metadata__ {str(header['__metadata__'])[:40]}"
-
-
 def _tensor(rng: random.Random, root: Path) -> str | None:
     """One tensor with another name, shape or dtype, or none at all, in a shard that is sound."""
     path = _shard(rng, root)
@@ -384,16 +361,6 @@ def _bytes(rng: random.Random, root: Path) -> str | None:
 # Other files.
 
 
-def _card(rng: random.Random, root: Path) -> str | None:
-    lines = "\n".join(rng.choice(FRONT) for _ in range(rng.randint(1, 3)))
-    end = rng.choice(["\n---\n", "\n--- \n", "\n", "\n---", "\r\n---\r\n"])
-    text = f"---\n{lines}{end}# Title\n\ntext\n"
-    if rng.random() < 0.1:
-        text = rng.choice(["", "---", "---\n---\n", "---\n" * 1000, "\ufeff" + text, text * 300, "a: b\n" * 200_000])
-    _write(root / "README.md", text.encode("utf-16" if rng.random() < 0.03 else "utf-8", errors="replace"))
-    return f"README.md: {lines[:60]!r}"
-
-
 def _kind(rng: random.Random, root: Path) -> str | None:
     """A file that is something else: a directory, a pipe, a link, a device, a socket, empty, forbidden."""
     names = [*sorted(path.name for path in root.iterdir()), "README.md", INDEX, "hf_quant_config.json", ".openquant"]
@@ -451,18 +418,6 @@ def _extra(rng: random.Random, root: Path) -> str | None:
     return f"{name[:40]!r} is there too"
 
 
-def _swap(rng: random.Random, root: Path) -> str | None:
-    """Two files under each other's names."""
-    found = sorted(path for path in root.iterdir() if path.is_file() and not path.is_symlink())
-    if len(found) < 2:
-        return None
-    one, other = rng.sample(found, 2)
-    one.rename(root / "swapped")
-    other.rename(one)
-    (root / "swapped").rename(other)
-    return f"{one.name} and {other.name} swapped"
-
-
 def _write(path: Path, data: bytes) -> None:
     """Write a file whatever is there; what an earlier damage made is left alone."""
     if path.is_dir() and not path.is_symlink():
@@ -472,6 +427,6 @@ def _write(path: Path, data: bytes) -> None:
 
 
 WAYS: list[Callable[[random.Random, Path], str | None]] = [
-    _config, _config, _index, _journal, _quantization, _quantization, _header, _header, _metadata, _tensor, _tensor,
-    _tensor, _bytes, _card, _kind, _extra, _swap,
+    _config, _config, _index, _journal, _quantization, _quantization, _header, _header, _tensor, _tensor,
+    _tensor, _bytes, _kind, _extra,
 ]  # fmt: skip

@@ -48,16 +48,11 @@ PUSHES = [
     (refusal(403, said("Private repository storage limit reached, please upgrade your plan.")),
      f"the Hub does not let you write to org/name: 403 for {COMMIT}: Private repository storage limit reached, "
      "please upgrade your plan.", STORAGE),
-    (refusal(403, said("Discussions are disabled for this repo"), "/api/models/org/name/discussions"),
-     "the Hub does not let you write to org/name: 403 for /api/models/org/name/discussions: Discussions are "
-     "disabled for this repo", "turn discussions on in the repository's settings, or push without --create-pr"),
     (refusal(403, said("Forbidden: you must use a write token to upload to a repository.")),
      f"the Hub does not let you write to org/name: 403 for {COMMIT}: Forbidden: you must use a write token to "
      "upload to a repository.", TOKEN),
     (refusal(401, said("Invalid username or password.")),
      f"the Hub does not let you write to org/name: 401 for {COMMIT}: Invalid username or password.", LOG_IN),
-    (refusal(403, said("Nobody knows")),
-     f"the Hub does not let you write to org/name: 403 for {COMMIT}: Nobody knows", LOG_IN),
     (refusal(400, said('"license" must be one of [mit]', '"base_model[0]" is not a repository'),
              "/api/validate-yaml"),
      'org/name refuses what is sent: 400 for /api/validate-yaml: "license" must be one of [mit] "base_model[0]" is '
@@ -65,8 +60,6 @@ PUSHES = [
     (ValueError('Invalid metadata in README.md.\n- "license" must be one of [mit]'),
      'org/name could not be pushed to: Invalid metadata in README.md. - "license" must be one of [mit]',
      "correct these entries at the top of README.md, of the source if the model is still to be converted"),
-    (refusal(405, PROXY, kind="text/html"),
-     f"org/name could not be pushed to: 405 for {COMMIT}: Method Not Allowed", AGAIN),
     (refusal(503, "try\n\tlater \x1b[2J", kind="text/plain"),
      f"org/name could not be pushed to: 503 for {COMMIT}: try later [2J", AGAIN),
     (refusal(403, XML, "/lfs/0a1b", "application/xml"),

@@ -14,7 +14,6 @@ from support import small_checkpoints
 from support.evaluation_files import evaluate
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
-from support.outlier_channels import twin
 from support.starting import finish
 
 TEXTS = ("--samples", "2", "--length", "32")
@@ -53,27 +52,14 @@ def test_a_repository_is_calibrated_through_a_few_shards_and_gives_the_bytes_of_
             assert shards(site.out) == shards(tmp_path / "local")
 
 
-def test_weights_of_a_repository_are_folded_or_rounded_alike(subtests, tmp_path):
-    source = twin(EXAMPLE, tmp_path / "twin")
-    found = calibrate(source, tmp_path / "of", samples=2, length=32)
-    compress(source, tmp_path / "folded", "int8", smooth=0.5, calibration=found)
-    compress(EXAMPLE, tmp_path / "rounded", "int4", gptq=True, samples=2, length=32)
-    folded = ("--scheme", "int8", "--smooth", "0.5", "--calibration", found)
-    rounded = ("--scheme", "int4", "--gptq", *TEXTS)
-    for model, words, local, streams in (
-        (source, folded, "folded", (MODES["cached"],)),
-        (EXAMPLE, rounded, "rounded", (MODES["streamed"],)),
-    ):
-        for number, stream in enumerate(streams):
-            with subtests.test(local, stream=stream), at(tmp_path / f"{local}-{number}") as site:
-                site.hub.repositories["org/name"] = model
-                done = site.works("compress", "-m", "org/name", "-o", "made/out", *words, *stream)
-                if local == "folded":
-                    divided = "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings"
-                    assert divided in done.stdout
-                assert bool(list((site.root / "hf").rglob("*.safetensors"))) == (not stream)
-                assert [path.name for path in (site.root / "made").iterdir()] == ["out"]
-                assert shards(site.root / "made" / "out") == shards(tmp_path / local)
+def test_weights_of_a_repository_are_rounded_alike(tmp_path):
+    compress(EXAMPLE, tmp_path / "local", "int4", gptq=True, samples=2, length=32)
+    with at(tmp_path / "site") as site:
+        site.hub.repositories["org/name"] = EXAMPLE
+        site.works("compress", "-m", "org/name", "-o", "made/out", "--scheme", "int4", "--gptq", *TEXTS, "--stream")
+        assert not list((site.root / "hf").rglob("*.safetensors"))
+        assert [path.name for path in (site.root / "made").iterdir()] == ["out"]
+        assert shards(site.root / "made" / "out") == shards(tmp_path / "local")
 
 
 # Mixtures are compared on fewer texts.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +22,6 @@ from openquant.streaming.session import ArrivingShards
 from support import small_checkpoints
 from support.hub_site import Site
 from support.loopback_hub import COMMIT
-from support.starting import finish
 
 SHARDS = 6
 
@@ -49,28 +46,6 @@ def test_it_says_what_it_says_of_the_files(site: Site) -> None:
         assert json.loads(done.stdout) == {**expected, "model": "org/name", "revision": COMMIT}
         assert len(list(home.rglob("snapshots/*/*.safetensors"))) == (0 if mode else SHARDS)
         assert list(site.cwd.iterdir()) == []
-
-
-def test_an_interrupt_leaves_nothing(site: Site, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    site.hub.rate = 300_000
-    process = site.begin("diagnose", "org/name", "--stream", "--scratch", there)
-    end = time.monotonic() + 60
-    while not list(there.rglob("*.incomplete")) and time.monotonic() < end:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
-    assert list(there.iterdir()) == list(site.cwd.iterdir()) == []
-
-    done = site.ask("diagnose", "org/name", "--stream", "--scratch", tmp_path / "absent")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: {tmp_path / 'absent'} cannot be written: No such file or directory\n"
-        "hint: run the same command again once that is solved: finished shards are kept\n"
-    )
 
 
 def test_no_space_for_shards(tmp_path: Path) -> None:
@@ -116,48 +91,6 @@ def new_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewSource:
     return make
 
 
-def test_what_is_passed_over_does_not_stay(new_source: NewSource, tmp_path: Path) -> None:
-    """As the shards of a tower that no text goes through: one is here by then, one on its way, one has not begun."""
-    shards = {name: Shard(name.encode() * 1000, held=name == "c") for name in "abcde"}
-    source = new_source(shards)
-    needs = {f"unit {name}": [name] for name in shards}
-    with supply_shards([(source, needs)], True, tmp_path) as [supply]:
-        supply.wait_for("unit a", lambda: False)
-        assert shards["c"].asked.wait(30)
-        while supply.path("b") == tmp_path / "b":
-            time.sleep(0.01)
-        # The last first: it must not begin in the meantime.
-        for name in "dabc":
-            supply.release(f"unit {name}")
-        shards["c"].may.set()
-        supply.wait_for("unit e", lambda: False)
-        assert supply.scratch is not None
-        end = time.monotonic() + 30
-        while [path.name for path in supply.scratch.iterdir()] != ["e"] and time.monotonic() < end:
-            time.sleep(0.01)
-        assert [path.name for path in supply.scratch.iterdir()] == ["e"]
-        assert supply.path("e").read_bytes() == shards["e"].data
-    assert not shards["d"].asked.is_set()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_several_sources_share_a_disk(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    half = SimpleNamespace(size=free // 2 + (1 << 30))
-    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": half})  # type: ignore[dict-item]
-    sources = [(source, {"a": ["a"]})] * 2
-    with pytest.raises(UsageError, match="bytes for shards that come and go"), supply_shards(sources, True, tmp_path):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-class Broken(Ranks):
-    """Ranks of which another has died."""
-
-    def check(self) -> None:
-        raise OutputError("rank 1 died", "run the same command again")
-
-
 def arriving(supply: ShardSupply, ranks: Ranks | None = None) -> ArrivingShards:
     checkpoint = Checkpoint(Path(), {}, "", {}, {}, {}, {}, False, {}, ())
     fingerprint = Fingerprint(checkpoint, commit=f"org/name@{COMMIT}")
@@ -183,6 +116,23 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(new_source: NewSo
             assert (caught.value.message, caught.value.hint) == (message, "leave --stream out")
         traffic.wait_for("layer 1", lambda: False)
     assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))
+
+
+def test_several_sources_share_a_disk(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    half = SimpleNamespace(size=free // 2 + (1 << 30))
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": half})  # type: ignore[dict-item]
+    sources = [(source, {"a": ["a"]})] * 2
+    with pytest.raises(UsageError, match="bytes for shards that come and go"), supply_shards(sources, True, tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+class Broken(Ranks):
+    """Ranks of which another has died."""
+
+    def check(self) -> None:
+        raise OutputError("rank 1 died", "run the same command again")
 
 
 def test_who_waits_for_a_shard_hears_of_other_ranks(new_source: NewSource, tmp_path: Path) -> None:

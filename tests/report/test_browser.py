@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,11 +53,9 @@ def test_it_asks_for_nothing_and_complains_of_nothing(browser: Browser, address:
     assert [asked for asked in browser.requests if asked != "data:,"] == [address]
 
 
-def test_it_fits_a_phone_and_a_screen_in_both_themes(subtests, browser, address, tmp_path):
-    for number, (width, theme) in enumerate(itertools.product([400, 1200], ["light", "dark"])):
+def test_it_fits_a_phone_and_a_screen_in_both_themes(subtests, browser, address):
+    for width, theme in ((400, "dark"), (1200, "light")):
         with subtests.test(theme=theme, width=width):
-            here = tmp_path / str(number)
-            here.mkdir()
             browser.see_as(width, theme)
             browser.open(address)
             assert browser.value(OVERFLOW) == 0
@@ -67,10 +63,6 @@ def test_it_fits_a_phone_and_a_screen_in_both_themes(subtests, browser, address,
             # What is ink in a chart is the page's.
             ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
             assert ink == browser.value("getComputedStyle(document.body).color")
-            shot = browser.picture()
-            assert len(shot) > 50_000
-            if "OPENQUANT_SCREENSHOTS" in os.environ:
-                (Path(os.environ["OPENQUANT_SCREENSHOTS"]) / f"{theme}-{width}.png").write_bytes(shot)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,22 +13,18 @@ import yaml
 
 from conftest import EXAMPLE
 from openquant import __version__, compress, dequantize, verify
-from openquant import run as running
-from openquant.errors import SourceError
 from openquant.files import cards
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.model_files import read_small
-from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
+from openquant.formats.schemes import TENSOR
 from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import ModuleRules
-from openquant.report.card import engines_that_read, evaluated_card, model_card, source_section
-from openquant.report.cells import dataset_value
+from openquant.report.card import evaluated_card, model_card, source_section
 from openquant.report.text import evaluation_text
 from openquant.version import SGLANG
 from support import small_checkpoints
 from support.evaluation_files import evaluation
-from support.published_checkpoints import published
+from support.random_calibrations import Planned
 
 BASE = """---
 license: llama3.1
@@ -151,9 +145,9 @@ def test_the_card_says_who_serves_the_output(subtests: pytest.Subtests, tmp_path
     for number, (architecture, options, said, unsaid) in enumerate(SAID):
         with subtests.test(architecture=architecture, options=options):
             source = small_checkpoints.write(tmp_path / f"m{number}", architecture) if architecture else EXAMPLE
-            out = tmp_path / str(number) / "out"
-            compress(source, out, **options)  # type: ignore[arg-type]
-            text = (out / "README.md").read_text()
+            planned = Planned()
+            compress(source, dry_run=True, reporter=planned, **options)  # type: ignore[arg-type]
+            text = model_card(None, planned.plan, "m", None, None, "out")
             assert [each for each in said if each not in text] == []
             assert [each for each in unsaid if each in text] == []
             if options == {"scheme": "channel"}:
@@ -197,33 +191,6 @@ def test_a_chat_template_is_found_in_any_of_its_files(subtests: pytest.Subtests,
             assert ("/v1/chat/" in (tmp_path / name / "out" / "README.md").read_text()) == has_template
 
 
-def test_a_name_in_python_is_that_of_the_directory() -> None:
-    for name in ('a "b" \\ c', "-x", "模型", "a\x7fb"):
-        assert ast.literal_eval(cards.python_call(name).removeprefix("LLM(")) == name
-        shown = f"llm = {cards.python_call(name, 'refs/pr/1')}, max_model_len=8)\n"
-        assert cards._CALL.sub(cards.python_call("o/n"), shown) == 'llm = LLM("o/n", max_model_len=8)\n'
-
-
-def test_transformers_reads_what_has_no_experts_to_split() -> None:
-    """Gemma 4 is both; its experts, once split, transformers does not find."""
-    dense, sparse = (published(f"Gemma4ForConditionalGeneration{layout}") for layout in ("", "-26b-a4b"))
-    assert engines_that_read(make_plan(dense, BLOCK)).endswith("transformers loads it too.")
-    # Whose experts are too narrow for blocks.
-    assert engines_that_read(make_plan(sparse, BLOCK)).endswith("transformers loads it too.")
-    assert "does not find all of its weights" in engines_that_read(make_plan(sparse, CHANNEL))
-
-
-def test_many_layers_that_stay_are_named_by_what_they_are_below(tmp_path: Path) -> None:
-    def listed(name: str) -> list[str]:
-        text = model_card(None, make_plan(published(name), TENSOR), "m", None, None, "out")
-        return [line for line in text.splitlines() if line.startswith("- ")]
-
-    assert "- layers of model.vision_tower and model.embed_vision (vision or audio)" in listed(
-        "Gemma4ForConditionalGeneration"
-    )
-    assert all(len(line) < 240 for line in listed("Qwen3NextForCausalLM"))
-
-
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     source = small_checkpoints.write(tmp_path / "models--org--my--model" / "snapshots" / commit)
@@ -242,10 +209,9 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
 
 
 NO_METADATA = [
-    "---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text",
+    "---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n",
     # No loader takes these.
-    "---\ndate: 2023-13-45\n---\ntext\n", "---\nn: !!int abc\n---\ntext\n", f"---\na: {'[' * 3000}\n---\ntext\n",
-    "---\na: !!python/object:os.x {}\n---\ntext\n",
+    "---\ndate: 2023-13-45\n---\ntext\n", "---\na: !!python/object:os.x {}\n---\ntext\n",
 ]  # fmt: skip
 
 
@@ -257,29 +223,12 @@ def test_metadata_that_is_none_stays_text(subtests: pytest.Subtests, plan: Plan)
             assert source_section(base, 3, None, None, ()) in text
 
 
-UNUSUAL = (
-    "---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n", "\ufeff---\nlicense: mit\n---\ntext\n",
-)  # fmt: skip
-
-
-def test_unusual_cards(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, base in enumerate(UNUSUAL):
-        with subtests.test(base):
-            (tmp_path / str(number)).mkdir()
-            text = card(tmp_path / str(number), base)
-            assert ("license" in metadata(text)) == ("license" in base)
-            assert "text" in text or "# T" in text
-
-
 AWKWARD = [
     # libyaml takes these tabs, PyYAML's own reader does not.
     "license: \tmit\ntags: [a, b]",
-    'license: mit\ntags: [a, b]\nsince: !!int "1"\t',
     "tags: [\n  a,\n  b\n]\nlicense: mit",
     "{license: mit, tags: [a, b]}",
     "base_model: &b x/y\nlicense: mit\nother: *b\ntags: [a, b]",
-    "  license: mit\n  tags: [a, b]",
-    "license: mit\ntags: [a, b]\n...",
     "tags:\n- a\n# a comment\n- b\nlicense: mit",
     "\"license\": mit\n'tags': [a, b]",
 ]
@@ -302,53 +251,40 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
 MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 12))
 HOSTILE = {
     "a boolean that is none": "a: !!bool foo",
-    "an empty integer": 'a: !!int ""',
-    "an empty float": 'a: !!float ""',
-    "an integer of no digits": "a: 0x_",
-    "a float beyond all": "a: " + "1:" * 200 + "1.5",
     "an integer of many sixties": "a: " + "1:" * 240 + "1",
     "an integer of many digits": "a: " + "1" * 5000,
-    "a date as a key": "2023-99-99: a",
     "a list as a key": "? [a, b]\n: c",
     "a tag of Python": "a: !!python/name:os.system",
-    "bytes": "a: !!binary aGVsbG8=",
-    "a set": "a: !!set {b, c}",
     "references to lists": BOMB,
     "references to itself": "a: &a [*a]",
     "merged mappings": MERGES,
-    "an anchor defined again": "a: &x b\nc: &x [d]\ne: *x",
-    "nesting": "a: " + "[" * 100_000,
+    "nesting": "a: " + "[" * 10_000,
     "deep mappings": "".join(" " * n + "a:\n" for n in range(200)),
-    "a control character": "a: \x07",
     "two documents": "a: b\n--- {c: d}",
-    "more than anybody writes": "".join(f"k{n}: v\n" for n in range(200_000)),
 }
 
 
 def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
-    for loader in ("libyaml", "pure"):
-        if loader == "pure":
-            monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
-        for what, front in HOSTILE.items():
-            if loader == "pure" and len(front) > 10_000:
-                # It takes seconds for what is large.
-                continue
-            with subtests.test(loader=loader, what=what):
-                base = f"---\nlicense: mit\n{front}\n---\ntext\n"
-                found = card_of(plan, base)
-                assert metadata(found) == {**OURS, "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
-                assert source_section(base, 3, None, None, ()) in found
+    for what, front in HOSTILE.items():
+        with subtests.test(what=what):
+            base = f"---\nlicense: mit\n{front}\n---\ntext\n"
+            found = card_of(plan, base)
+            assert metadata(found) == {**OURS, "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
+            assert source_section(base, 3, None, None, ()) in found
 
-        # As long as published ones are, it is kept.
-        base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
-        kept = "---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n"
-        assert card_of(plan, base).startswith(kept), loader
+    # As long as published ones are, it is kept.
+    results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
+    base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
+    kept = "---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n"
+    assert card_of(plan, base).startswith(kept)
+    monkeypatch.setattr(cards, "_MAX_METADATA", 1000)
+    assert "license" not in metadata(card_of(plan, base))
 
 
 def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
     found = metadata(card_of(plan, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
     assert found == {**OURS, "license": "mit", "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
+    assert card_of(plan, "---\n---\ntext\n").endswith("\n\ntext\n")
 
 
 def test_a_model_without_an_output_head_has_another_task(plan: Plan) -> None:
@@ -356,34 +292,14 @@ def test_a_model_without_an_output_head_has_another_task(plan: Plan) -> None:
         assert metadata(card_of(as_class(plan, name), ""))["pipeline_tag"] == task
 
 
-def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(subtests, tmp_path, run):
-    for number, what in enumerate(["directory", "gigabyte", "pipe"]):
-        with subtests.test(what=what):
-            here = tmp_path / str(number)
-            here.mkdir()
-            source = small_checkpoints.write(here / "m")
-            if what == "directory":
-                (source / "README.md").mkdir()
-                (source / "README.md" / "x").write_text("y")
-            elif what == "pipe":
-                os.mkfifo(source / "README.md")
-            else:
-                with (source / "README.md").open("wb") as file:
-                    file.truncate(1 << 30)
-            done = run("-m", source, "-o", here / "out")
-            assert (done.returncode, done.stderr) == (0, "")
-            assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
-            assert (here / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
-            assert verify(here / "out", source).problems == ()
-
-
-def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path, run):
     source = small_checkpoints.write(tmp_path / "m")
-    (source / "README.md").write_text("x" * 100)
-    monkeypatch.setattr(running, "read_small", partial(read_small, limit=10))
-    with pytest.raises(SourceError, match=r"^README.md is larger than 10 bytes$"):
-        compress(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    os.mkfifo(source / "README.md")
+    done = run("-m", source, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "left out: README.md\n" in done.stdout
+    assert (tmp_path / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
+    assert verify(tmp_path / "out", source).problems == ()
 
 
 def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
@@ -455,10 +371,8 @@ openquant eval user/name --source org/tiny --samples 8 --length 512
 TEXTS = [
     ({"builtin": "openquant texts for evaluation"}, " (openquant texts for evaluation)"),
     ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
-    ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
     ({"dataset": "../name:test"}, " (name&#58;test)"),
     ({"files": ["a|b.txt", "c.txt"]}, " (a&#124;b.txt, c.txt)"),
-    ({"files": ["/home/me/one/a.txt", "two/a.txt"]}, " (a.txt, a.txt)"),
     ({}, ""),
 ]
 
@@ -506,14 +420,6 @@ def test_no_printed_figure_contradicts_its_verdict() -> None:
     assert text.startswith("tiny-FP8: changed: ") and re.search(r"^tiny-FP8 .* 0\.10004 ", text, re.MULTILINE)
 
 
-def test_in_a_card_of_another_form_an_evaluation_stands_at_the_end(subtests: pytest.Subtests) -> None:
-    for text in ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"]:
-        with subtests.test(text=text):
-            found = evaluated_card(text, "user/name", evaluation(), "eval.png")
-            assert found == f"{text}\n{EVALUATED}"
-            assert evaluated_card(found, "user/name", evaluation(), "eval.png") == found
-
-
 def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     evil = "<script>x</script>\n\n# A | heading\n```\n[link](javascript:x) ![](https://x) \x1b[31m www.evil.example"
     found = evaluation()
@@ -555,14 +461,6 @@ def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:
     assert "\nopenquant verify user/name --source tiny --full\n" in evaluated_card(text, "user/name", found)
 
 
-def test_a_long_answer_is_cut_in_a_card() -> None:
-    found = evaluation()
-    found["texts"][0]["source"] = "word " * 10_000
-    assert len(evaluated_card("", "user/name", found)) < 2000
-    found["texts"] = []
-    assert "Prompt:" not in evaluated_card("", "user/name", found)
-
-
 def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     small_checkpoints.change_weights(source, lambda weights: weights.pop("model.layers.1.input_layernorm.weight"))
@@ -574,11 +472,9 @@ def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
         assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
 
 
-def test_a_dataset_is_named_as_the_option_takes_it() -> None:
-    """An evaluation names one without a subset by its split alone."""
-    for name, value in (
-        ("org/name:test", "org/name::test"),
-        ("org/name:sub:test", "org/name:sub:test"),
-        ("name", "name"),
-    ):
-        assert dataset_value(name) == value
+def test_a_long_answer_is_cut_in_a_card() -> None:
+    found = evaluation()
+    found["texts"][0]["source"] = "word " * 10_000
+    assert len(evaluated_card("", "user/name", found)) < 2000
+    found["texts"] = []
+    assert "Prompt:" not in evaluated_card("", "user/name", found)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 from hypothesis import example, given
@@ -100,9 +98,3 @@ def test_what_markdown_looks_like() -> None:
     assert markdown("1. one\n- two\n0.5 - 3") == "1&#46; one<br>&#45; two<br>0.5 - 3"
     assert markdown(".\n...and\n2.") == ".<br>...and<br>2&#46;"
     assert markdown("Qwen/Qwen3-8B, 0.0013") == "Qwen/Qwen3-8B, 0.0013"
-
-
-def test_escaping_imports_little() -> None:
-    script = "import sys; from openquant.report.cells import join_lines, markdown, terminal; print({'numpy', 'torch', 'jinja2'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

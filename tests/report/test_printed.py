@@ -65,30 +65,9 @@ def test_no_verb_prints_what_a_terminal_obeys(source: Path, capsys: pytest.Captu
     said(capsys, 0, "calibrate", EVIL, "-o", f"c{EVIL}", "--text", str(text), *SMALL)
     words = ["eval", out, "--source", EVIL, "--text", str(text), "--prompts", str(prompts), *SMALL]
     assert "a\\x1b[31m\\n```" in said(capsys, 0, *words)
-    json.loads(said(capsys, 0, *words[:4], *SMALL, "--json").splitlines()[0])
     json.loads(said(capsys, 0, "diagnose", EVIL, "--json").splitlines()[0])
     for wrong in (["verify", EVIL], ["calibrate", f"no{EVIL}"], ["compress", "-m", EVIL, "-o", out, "--scheme", EVIL]):
         assert said(capsys, 2, *wrong).count("\n") == 2
-
-
-def test_metadata_of_a_calibration_is_printed_plainly(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, 0, "calibrate", EVIL, "-o", "c", *SMALL)
-    data = Path("c").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    [(kind, facts)] = header["__metadata__"].items()
-    changed = json.loads(facts)
-    changed["texts"] |= {"documents": EVIL, "length": EVIL}
-    header["__metadata__"] = {kind: json.dumps(changed)}
-    new = json.dumps(header).encode()
-    new += b" " * (-len(new) % 8)
-    Path("c").write_bytes(len(new).to_bytes(8, "little") + new + data[8 + length :])
-    words = ["compress", "-m", EVIL, "-o", "out", "--activation-scheme", "static", "--calibration", "c"]
-    assert main(words) in (0, 2)
-    found = capsys.readouterr()
-    require_plain(found.out + found.err)
-    if Path("out/README.md").exists():
-        card_is_sound(Path("out/README.md").read_text())
 
 
 HEADINGS = ["## Use", "## How it was made"]

@@ -64,7 +64,6 @@ def test_what_a_source_that_has_none_right_leaves_out_and_what_lies_beyond_the_e
     axes = drawn([with_tasks(one, [(0.0, 0.1), (0.02, 0.2)]), with_tasks(other, [(0.0, 0.1), (0.0, 0.0)])])
     assert marks(axes) == [(200, 0)]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["tiny-INT4", "tiny-FP8"]
-    assert render_page(evaluated_page([one, other], []))
 
 
 def test_the_page_has_the_picture_after_the_first_and_its_table_in_the_order_of_kl() -> None:
@@ -110,6 +109,13 @@ def test_the_picture_has_nothing_in_large_letters_that_chance_may_give(monkeypat
     assert [text for text in said if text.endswith(" of 150 questions")] == ["100.0 % of 150 questions"]
 
 
+def test_tasks_without_a_metric_are_no_evaluation() -> None:
+    one = with_tasks(evaluation())
+    one["tasks"]["pooled"]["metrics"] = []
+    with pytest.raises(SourceError, match=r"eval.json: tasks.tasks\[\].metrics is \[\]"):
+        check_evaluation(one)
+
+
 def test_figures_that_make_no_sense_are_drawn_all_the_same() -> None:
     of = asked()[:2]
     for one, recovery in zip(of, (9e99, None), strict=True):
@@ -120,10 +126,3 @@ def test_figures_that_make_no_sense_are_drawn_all_the_same() -> None:
     assert render_page(evaluated_page(of, []))
     assert recovery_of_tasks(of[0]) and recovery_of_tasks(of[1])
     assert draw_picture(of)
-
-
-def test_tasks_without_a_metric_are_no_evaluation() -> None:
-    one = with_tasks(evaluation())
-    one["tasks"]["pooled"]["metrics"] = []
-    with pytest.raises(SourceError, match=r"eval.json: tasks.tasks\[\].metrics is \[\]"):
-        check_evaluation(one)

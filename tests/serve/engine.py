@@ -4,8 +4,6 @@ Each line of stdin is a question, [mode, output, environment, *directories] in J
 
     logprobs       of random prompts
     text           of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
-    cached         of these, with an FP8 cache whatever config.json says
-    FILE.json      of the prompts in a file like text_prompts.json
     pooled         embeddings or the scores of classes, of random prompts
     layers
     auto, fp8      what is kept of a token in a cache of that dtype
@@ -102,7 +100,7 @@ def random_prompts(vocabulary: int) -> list[list[int]]:
     return [[chosen.randrange(4, vocabulary) for _ in range(LENGTH)] for _ in range(PROMPTS)]
 
 
-def logprobs(directory: Path, prompts: list[list[int]], cached: str = "auto") -> np.ndarray:
+def logprobs(directory: Path, prompts: list[list[int]]) -> np.ndarray:
     """Log-probability of every token at every position of prompts of one length, [prompts * (length - 1), vocabulary]."""
     vocabulary, length = vocabulary_of(directory), len(prompts[0])
     engine = LLM(
@@ -111,7 +109,6 @@ def logprobs(directory: Path, prompts: list[list[int]], cached: str = "auto") ->
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
         enforce_eager=True,
-        kv_cache_dtype=cached,
         kv_cache_memory_bytes=1 << 26,
         max_logprobs=-1,
         max_model_len=length + 16,
@@ -250,9 +247,8 @@ def answer(mode: str, directory: Path, output: Path, environment: dict[str, str]
             np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
         elif mode == "pooled":
             np.save(output.with_suffix(".npy"), pooled(directory, random_prompts(vocabulary_of(directory))))
-        elif mode in ("text", "cached") or mode.endswith(".json"):
-            prompts = json.loads((TEXT if mode in ("text", "cached") else Path(mode)).read_text())
-            np.save(output.with_suffix(".npy"), logprobs(directory, prompts, "fp8" if mode == "cached" else "auto"))
+        elif mode == "text":
+            np.save(output.with_suffix(".npy"), logprobs(directory, json.loads(TEXT.read_text())))
         else:
             # Neither computes anything, and so any experts can be built.
             FusedMoEConfig.__post_init__ = configure_experts

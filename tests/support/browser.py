@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -94,11 +93,6 @@ class Browser:
     def value(self, expression: str) -> Any:
         """What a JavaScript expression is; the page's policy does not bind it."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-    def picture(self) -> bytes:
-        """The whole page as PNG."""
-        found = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(found["data"])
 
     def _next(self) -> dict[str, Any]:
         until = time.monotonic() + 60

@@ -136,10 +136,6 @@ def evaluate(output: Path, /, **changed: object) -> dict[str, Any]:
     return found
 
 
-SCHEMES = ("tensor", "channel", "block", "int8")
-MODULES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
-
-
 EVIL = (
     "</script><script>window.pwned = 1</script><!-- <img src=http://127.0.0.1:9/x onerror='window.pwned = 1'> "
     '" onclick="window.pwned = 1" javascript:window.pwned=1 {{ 7 * 7 }} ${{1}} \x1b[31m\u202e &lt; $\\frac{1}{0}$'

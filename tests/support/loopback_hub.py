@@ -15,7 +15,6 @@ import json
 import os
 import re
 import socket
-import struct
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,18 +47,16 @@ class Fault:
         method: the only method meant, or None for all (HEAD and GET are two).
         times: how many requests it meets, or None for all.
         after: how many matching requests pass unharmed first.
-        status: answer this instead, with `headers`, and X-Error-Code `code`.
+        status: answer this instead, with X-Error-Code `code`.
         message: with `status`, the reason that the answer gives.
         body: with `status`, the answer's JSON; one with the reason if None.
         delay: seconds to wait first.
         call: run before the request is carried out; with `cut` or `cut_upload`, when those bytes have gone.
         cut: hang up after so many bytes of the answer's body. The request was carried out, so cut=0 loses an answer.
         cut_upload: hang up after so many bytes of the request's body, or at once where it has none; it is not carried out.
-        reset: hang up with a reset instead of an orderly end; the client takes the two differently.
         short: send only so many bytes of the body and announce that length.
         flip: send the byte at this position of the file inverted.
         content: another content where the file is downloaded, with the ETag that goes with it.
-        etag: another ETag there.
     """
 
     path: str
@@ -67,7 +64,6 @@ class Fault:
     times: int | None = 1
     after: int = 0
     status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
     code: str = ""
     message: str = ""
     body: object = None
@@ -75,11 +71,9 @@ class Fault:
     call: Callable[[], object] | None = None
     cut: int | None = None
     cut_upload: int | None = None
-    reset: bool = False
     short: int | None = None
     flip: int | None = None
     content: bytes | None = None
-    etag: str | None = None
     seen: int = 0
 
     def meets(self, method: str, path: str) -> bool:
@@ -105,7 +99,6 @@ class LoopbackHub:
 
     Attributes:
         repositories: directory of each read-only repository.
-        revisions: names that resolve to COMMIT in a read-only repository.
         refuse: repository id -> (status, X-Error-Code) to answer instead.
         faults: what goes wrong; see Fault.
         renamed: old id -> new id; requests for the old one are redirected, as far as the Hub does that.
@@ -115,17 +108,14 @@ class LoopbackHub:
         sent: bytes of all answers.
         uploads: how often each sha256 was stored by an LFS upload.
         storage: when set, where LFS files lie (another origin that leads here): their addresses are redirected there.
-        signature: what makes such an address good; setting another one lets all given out before expire.
         leaked: requests to the storage that brought a token along.
         kept_bytes: how much of an LFS upload is stored, the rest being zeros that take no disk; None for all.
-        ignores_range: sends all of a file whatever part is asked for.
         latency: seconds before each answer.
         rate: bytes of files a second on each connection, None for as fast as it goes.
     """
 
-    def __init__(self, directory: Path, port: int = 0, token: str | None = None) -> None:
+    def __init__(self, directory: Path, token: str | None = None) -> None:
         self.repositories: dict[str, Path] = {}
-        self.revisions = {"main", "v1", COMMIT}
         self.refuse: dict[str, tuple[int, str]] = {}
         self.faults: list[Fault] = []
         self.renamed: dict[str, str] = {}
@@ -135,26 +125,22 @@ class LoopbackHub:
         self.sent = 0
         self.uploads: Counter[str] = Counter()
         self.storage: str | None = None
-        self.signature = "first"
         self.leaked: list[str] = []
         self.kept_bytes: int | None = None
-        self.ignores_range = False
         self.latency = 0.0
         self.rate: float | None = None
         self.errors: list[Exception] = []
         self.lock = threading.RLock()
         self.blobs = directory / "blobs"
         self.blobs.mkdir(parents=True, exist_ok=True)
-        self.record = directory / "repositories.json"
         # Of each repository that clients made: private, refs (name -> commit) and commits (each with all its files).
-        self.stored: dict[str, dict[str, Any]] = json.loads(self.record.read_text()) if self.record.exists() else {}
+        self.stored: dict[str, dict[str, Any]] = {}
         self.hashes: dict[tuple[Path, int, int], tuple[str, str]] = {}
-        self.server = Server(self, port)
+        self.server = Server(self)
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
     @property
     def port(self) -> int:
-        """What a later server takes over with `LoopbackHub(directory, port)`."""
         return self.server.server_address[1]
 
     @property
@@ -180,21 +166,18 @@ class LoopbackHub:
 
     def commits(self, repo: str, rev: str = "main") -> list[tuple[str, list[str]]]:
         """Title and added paths of each commit, the first one first."""
-        return [(commit["title"], commit["added"]) for _, commit in reversed(list(self.history(repo, rev)))]
-
-    def history(self, repo: str, rev: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The commits that lead to a revision, the last one first."""
-        sha: str | None = self.snapshot(repo, rev)[0]
+        found, sha = [], self.snapshot(repo, rev)[0]
         while sha:
             commit = self.stored[repo]["commits"][sha]
-            yield sha, commit
+            found.append((commit["title"], commit["added"]))
             sha = commit["parent"]
+        return found[::-1]
 
     def snapshot(self, repo: str, rev: str) -> tuple[str, dict[str, Path]]:
         """The commit that a revision stands for and its files."""
         if repo in self.repositories:
             root = self.repositories[repo]
-            if rev not in self.revisions:
+            if rev not in ("main", "v1", COMMIT):
                 raise Refused(404, "RevisionNotFound")
             return COMMIT, {p.relative_to(root).as_posix(): p for p in sorted(root.rglob("*")) if p.is_file()}
         with self.lock:
@@ -227,15 +210,7 @@ class LoopbackHub:
             sha = hashlib.sha1(json.dumps([len(stored["commits"]), commit]).encode()).hexdigest()
             stored["commits"][sha] = commit
             stored["refs"][ref] = sha
-            self.save()
             return sha
-
-    def save(self) -> None:
-        """Keep what a server started later on this directory must know."""
-        with self.lock:
-            beside = self.record.with_suffix(".new")
-            beside.write_text(json.dumps(self.stored))
-            os.replace(beside, self.record)
 
     def store(self, content: bytes) -> str:
         """Keep a regular file's content and return its sha256."""
@@ -254,7 +229,6 @@ class LoopbackHub:
             refs[f"refs/pr/{number}"] = sha
             known = {"num": number, "title": title, "about": about, "author": author, "status": "draft"}
             self.stored[repo].setdefault("requests", []).append(known)
-            self.save()
             return f"refs/pr/{number}"
 
     def end_pull_request(self, repo: str, number: int, status: str) -> None:
@@ -263,7 +237,6 @@ class LoopbackHub:
             self.stored[repo]["requests"][number - 1]["status"] = status
             if status == "merged":
                 self.stored[repo]["refs"]["main"] = self.stored[repo]["refs"][f"refs/pr/{number}"]
-            self.save()
 
     def describe(self, path: str, content: Path) -> dict[str, Any]:
         """A file as the tree lists it."""
@@ -295,22 +268,17 @@ def hashes(file: BinaryIO, size: int) -> tuple[str, str]:
     return sha256.hexdigest(), oid.hexdigest()
 
 
-def directory(path: str) -> dict[str, Any]:
-    """A directory as the tree lists it."""
-    return {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
-
-
 class Server(ThreadingHTTPServer):
     """Knows its open connections: clients keep them open, and a server that stopped must not answer there."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, hub: LoopbackHub, port: int) -> None:
+    def __init__(self, hub: LoopbackHub) -> None:
         self.hub = hub
         self.connections: set[socket.socket] = set()
         self.closed = threading.Condition()
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__(("127.0.0.1", 0), Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a new connection in a thread of its own."""
@@ -377,7 +345,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.fault.call and self.fault.cut is None and self.fault.cut_upload is None:
                 self.fault.call()
             if self.fault.status:
-                raise Refused(self.fault.status, self.fault.code, self.fault.message, **self.fault.headers)
+                raise Refused(self.fault.status, self.fault.code, self.fault.message)
             if self.fault.cut_upload is not None and not self.length:
                 self.hang_up()
             for methods, pattern, writes, action in ROUTES:
@@ -435,9 +403,6 @@ class Handler(BaseHTTPRequestHandler):
         """Do what the fault says when its bytes have gone."""
         if self.fault.call:
             self.fault.call()
-        if self.fault.reset:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
         raise ConnectionAbortedError("a fault hangs up")
 
     def refuse(self, refused: Refused) -> None:
@@ -520,49 +485,18 @@ class Handler(BaseHTTPRequestHandler):
         found = [name for name in mine if text.lower() in name.lower() and (allowed or not known[name])]
         self.say([{"id": name, "private": known[name]} for name in found[:most]])
 
-    def refs(self, repo: str) -> None:
-        self.hub.snapshot(repo, "main")
-        refs = {"main": COMMIT} if repo in self.hub.repositories else self.hub.stored[repo]["refs"]
-        listed: dict[str, list[dict[str, str]]] = {"branches": [], "converts": [], "tags": [], "pullRequests": []}
-        for name, sha in refs.items():
-            pull_request = name.startswith("refs/pr/")
-            ref = name if pull_request else f"refs/heads/{name}"
-            listed["pullRequests" if pull_request else "branches"].append(
-                {"name": name, "ref": ref, "targetCommit": sha}
-            )
-        self.say(listed)
-
-    def log(self, repo: str, revision: str) -> None:
-        known = {"authors": [{"user": USER}], "date": DATE, "message": ""}
-        self.say([{"id": sha, "title": c["title"], **known} for sha, c in self.hub.history(repo, revision)])
-
     # Files to download.
 
-    def tree(self, repo: str, revision: str, path: str = "") -> None:
+    def tree(self, repo: str, revision: str) -> None:
         files = self.hub.snapshot(repo, revision)[1]
-        prefix = f"{path}/" if path else ""
-        below = {name: content for name, content in files.items() if name.startswith(prefix)}
-        if path and not below:
-            raise Refused(404, "EntryNotFound")
-        recursive = self.query.get("recursive") == ["true"]
-        parents = {parent.as_posix() for name in below for parent in Path(name).parents[:-1]}
-        parents = {
-            name for name in parents if name.startswith(prefix) and (recursive or "/" not in name[len(prefix) :])
-        }
-        listed = [directory(name) for name in sorted(parents)]
-        for name, content in below.items():
-            if recursive or "/" not in name[len(prefix) :]:
-                listed.append(self.hub.describe(name, content))
-        self.say(listed)
+        self.say([self.hub.describe(name, content) for name, content in files.items()])
 
     def paths_info(self, repo: str, revision: str) -> None:
         files = self.hub.snapshot(repo, revision)[1]
         body = self.body().decode()
         in_json = self.headers.get_content_type() == "application/json"
         asked = json.loads(body)["paths"] if in_json else parse_qs(body).get("paths", [])
-        found = [self.hub.describe(path, files[path]) for path in asked if path in files]
-        found += [directory(path) for path in asked if any(name.startswith(f"{path}/") for name in files)]
-        self.say(found)
+        self.say([self.hub.describe(path, files[path]) for path in asked if path in files])
 
     def resolve(self, repo: str, revision: str, path: str) -> None:
         sha, files = self.hub.snapshot(repo, revision)
@@ -573,12 +507,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.fault.content is not None:
             size = len(self.fault.content)
             etag = hashes(io.BytesIO(self.fault.content), size)[0 if is_lfs(path) else 1]
-        etag = self.fault.etag or etag
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         if is_lfs(path):
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(size)}
         if is_lfs(path) and self.hub.storage:
-            address = f"{self.hub.storage}/storage/{repo}/{sha}/{quote(path)}?Signature={self.hub.signature}"
+            address = f"{self.hub.storage}/storage/{repo}/{sha}/{quote(path)}?Signature=signed"
             return self.send(io.BytesIO(), 0, 0, 302, {**headers, "Location": address})
         self.contents(files[path], size, headers)
 
@@ -586,7 +519,7 @@ class Handler(BaseHTTPRequestHandler):
         """An LFS file by its signed address."""
         if self.headers.get("Authorization"):
             self.hub.leaked.append(self.path)
-        if self.query.get("Signature") != [self.hub.signature]:
+        if self.query.get("Signature") != ["signed"]:
             raise Refused(403, message="Request has expired")
         content = self.hub.snapshot(repo, revision)[1][path]
         size = content.stat().st_size if self.fault.content is None else len(self.fault.content)
@@ -596,7 +529,7 @@ class Handler(BaseHTTPRequestHandler):
         """What is asked for of a file."""
         start, end, status = 0, size, 200
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if asked and not self.hub.ignores_range:
+        if asked:
             start, end, status = int(asked[1]), min(int(asked[2] or size) + 1, size), 206
             if start >= size:
                 raise Refused(416, message="Range Not Satisfiable", Content_Range=f"bytes */{size}")
@@ -672,7 +605,7 @@ class Handler(BaseHTTPRequestHandler):
     def commit(self, repo: str, revision: str) -> None:
         lines = [json.loads(line) for line in self.body().splitlines()]
         with self.hub.lock:
-            sha, files = self.hub.snapshot(repo, revision)
+            sha, _ = self.hub.snapshot(repo, revision)
             header, added, deleted = lines[0]["value"], {}, []
             if header.get("parentCommit") not in (None, sha):
                 raise Refused(412, message="A commit has happened since. Please refresh and try again.")
@@ -684,27 +617,16 @@ class Handler(BaseHTTPRequestHandler):
                         raise Refused(400, message=f"the LFS object {value['oid']} of {value['path']} is missing")
                     added[value["path"]] = value["oid"]
                 else:
-                    path = value["path"].rstrip("/")
-                    whole = f"{path}/" if kind == "deletedFolder" else None
-                    gone = [name for name in files if (name.startswith(whole) if whole else name == path)]
-                    if not gone:
-                        raise Refused(404, "EntryNotFound", "A file with this name doesn't exist")
-                    deleted += gone
-            ref = revision
-            answer: dict[str, object] = {"success": True, "hookOutput": ""}
-            if "create_pr" in self.query:
-                ref = self.hub.open_pull_request(repo, revision)
-                answer["pullRequestUrl"] = f"{self.hub.endpoint}/{repo}/discussions/{ref.rpartition('/')[2]}"
-            elif ref not in self.hub.stored[repo]["refs"]:
+                    deleted.append(value["path"])
+            if revision not in self.hub.stored[repo]["refs"]:
                 raise Refused(404, "RevisionNotFound")
-            commit = self.hub.commit(repo, ref, header["summary"], added, deleted)
-        self.say({**answer, "commitOid": commit, "commitUrl": f"{self.hub.endpoint}/{repo}/commit/{commit}"})
+            commit = self.hub.commit(repo, revision, header["summary"], added, deleted)
+        address = f"{self.hub.endpoint}/{repo}/commit/{commit}"
+        self.say({"success": True, "hookOutput": "", "commitOid": commit, "commitUrl": address})
 
     def discuss(self, repo: str) -> None:
         """Open a pull request that has no commit yet."""
         asked = json.loads(self.body())
-        if not asked["pullRequest"]:
-            raise Refused(400, message="only pull requests can be opened here")
         ref = self.hub.open_pull_request(repo, "main", asked["title"], asked["description"])
         self.say({"num": int(ref.rpartition("/")[2])})
 
@@ -724,14 +646,8 @@ class Handler(BaseHTTPRequestHandler):
         said = {"raw": known["about"], "html": "", "updatedAt": DATE, "author": author}
         comment = {"id": "0", "type": "comment", "createdAt": DATE, "author": author}
         events = [{**comment, "data": {"latest": said, "edited": False, "hidden": False, "history": [said]}}]
-        self.say(
-            {
-                **self.described(repo, known),
-                "events": events,
-                "filesWithConflicts": [],
-                "changes": {"base": "refs/heads/main"},
-            }
-        )
+        more = {"events": events, "filesWithConflicts": [], "changes": {"base": "refs/heads/main"}}
+        self.say({**self.described(repo, known), **more})
 
     def change_status(self, repo: str, number: str) -> None:
         status = json.loads(self.body())["status"]
@@ -764,9 +680,7 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("GET",), f"/api/models/{REPO}/revision/{REVISION}", False, Handler.info),
     (("GET",), f"/api/models/{REPO}/auth-check", False, Handler.allow),
     (("GET",), f"/api/models/{REPO}/auth-check/write", True, Handler.allow),
-    (("GET",), f"/api/models/{REPO}/refs", False, Handler.refs),
-    (("GET",), f"/api/models/{REPO}/commits/{REVISION}", False, Handler.log),
-    (("GET",), f"/api/models/{REPO}/tree/{REVISION}(?:/(?P<path>.+))?", False, Handler.tree),
+    (("GET",), f"/api/models/{REPO}/tree/{REVISION}", False, Handler.tree),
     (("POST",), f"/api/models/{REPO}/paths-info/{REVISION}", False, Handler.paths_info),
     (("GET",), f"/storage/{REPO}/{REVISION}/(?P<path>.+)", False, Handler.stored),
     (("GET", "HEAD"), f"/{REPO}/resolve/{REVISION}/(?P<path>.+)", False, Handler.resolve),

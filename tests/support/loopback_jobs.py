@@ -1,7 +1,7 @@
 """A stand-in for sign-in and the Jobs API of the Hub, on a LoopbackHub, and a server for a built static Space.
 
-The paths, the payload and the answers are those of huggingface_hub 2.4 (hf_api.py, _jobs_api.py). A job runs what its
-command says of openquant, in a process and a directory of its own, which is removed as a machine is. A sign-in is
+The paths, the payload and the answers are those of huggingface_hub 2.4 (hf_api.py, _jobs_api.py). Of a job the test says
+what it logs and how it ends. A sign-in is
 OAuth with PKCE, as huggingface.co describes it for static Spaces; who authorizes it is not asked.
 """
 
@@ -9,12 +9,6 @@ import base64
 import functools
 import hashlib
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,7 +29,7 @@ HARDWARE = [
 
 
 class Job:
-    """A job: its payload, and the process that it is.
+    """A job: its payload, and what a test says of it.
 
     Attributes:
         payload: what was posted.
@@ -43,15 +37,12 @@ class Job:
         stage: one of huggingface_hub's JobStage.
     """
 
-    def __init__(self, number: int, payload: dict, hub: LoopbackHub, paused: threading.Event) -> None:
+    def __init__(self, number: int, payload: dict) -> None:
         self.id = f"{number:024x}"
         self.payload = payload
         self.lines = ["===== Job started at 2026-01-01 00:00:00 ====="]
         self.stage = "SCHEDULING"
         self.changed = threading.Condition()
-        self.hub, self.paused = hub, paused
-        self.process = None
-        threading.Thread(target=self._run, daemon=True).start()
 
     @property
     def info(self) -> dict:
@@ -73,35 +64,6 @@ class Job:
             self.stage = stage
             self.changed.notify_all()
 
-    def end(self, stage: str) -> None:
-        """Stop it from outside, as a cancel or a machine that is gone does."""
-        self.turn(stage)
-        if self.process:
-            self.process.send_signal(signal.SIGKILL)
-
-    def _run(self) -> None:
-        words = self.payload["command"]
-        folder = tempfile.mkdtemp(prefix="openquant-job-")
-        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
-        env = kept | {
-            "HF_ENDPOINT": self.hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HOME": f"{folder}/hf", "OMP_NUM_THREADS": "1", **self.payload["secrets"],
-        }  # fmt: skip
-        self.paused.wait(600)
-        if self.stage == "SCHEDULING":
-            command = [sys.executable, "-m", "openquant", *words[words.index("openquant") + 1 :]]
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            self.turn("RUNNING")
-            for line in self.process.stdout:
-                self.add(line.rstrip("\n"))
-            code = self.process.wait()
-            self.process.stdout.close()
-            if self.stage == "RUNNING":
-                self.turn("COMPLETED" if code == 0 else "ERROR")
-        shutil.rmtree(folder, ignore_errors=True)
-
 
 class LoopbackJobs:
     """The sign-in and the jobs of a LoopbackHub.
@@ -110,9 +72,7 @@ class LoopbackJobs:
         hub: the Hub.
         jobs: all jobs that were started.
         authorized: the queries of /oauth/authorize.
-        lasts: seconds until a token expires.
         denied: whether the visitor declines.
-        paused: cleared, jobs wait for a machine.
     """
 
     def __init__(self, hub: LoopbackHub) -> None:
@@ -120,10 +80,7 @@ class LoopbackJobs:
         self.jobs: list[Job] = []
         self.authorized: list[dict[str, str]] = []
         self.codes: dict[str, dict[str, str]] = {}
-        self.lasts = 28800
         self.denied = False
-        self.paused = threading.Event()
-        self.paused.set()
         hub.jobs = self
 
     def find(self, number: str) -> Job:
@@ -155,7 +112,7 @@ def _token(handler) -> None:
     sound = asked is not None and asked["code_challenge"] == hashed and asked["code_challenge_method"] == "S256"
     if not sound or any(form[name] != asked[name] for name in ("client_id", "redirect_uri")):
         raise Refused(400, message="invalid_grant")
-    handler.say({"access_token": TOKEN, "token_type": "bearer", "expires_in": handler.hub.jobs.lasts})
+    handler.say({"access_token": TOKEN, "token_type": "bearer", "expires_in": 28800})
 
 
 def _hardware(handler) -> None:
@@ -171,7 +128,7 @@ def _list(handler) -> None:
 
 def _start(handler) -> None:
     jobs = _admitted(handler)
-    job = Job(len(jobs.jobs) + 1, json.loads(handler.body()), jobs.hub, jobs.paused)
+    job = Job(len(jobs.jobs) + 1, json.loads(handler.body()))
     jobs.jobs.append(job)
     handler.say(job.info)
 
@@ -181,7 +138,7 @@ def _inspect(handler, number: str) -> None:
 
 
 def _cancel(handler, number: str) -> None:
-    _admitted(handler).find(number).end("CANCELED")
+    _admitted(handler).find(number).turn("CANCELED")
     handler.say({})
 
 

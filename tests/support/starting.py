@@ -1,7 +1,7 @@
 """Starts commands, and ranks without a launcher, as forks of a process that has imported torch and transformers.
 
 That takes a start from seconds to tenths. The process is started once for all that run tests at the same time (a worker of
-pytest-xdist), and imports openquant too, but for mutants, which each change it.
+pytest-xdist).
 
     starting.run([ROOT / "compress_fp8.py", "-m", source], cwd=here, env=os.environ)
     python tests/support/starting.py SOCKET MODULE...     # the process
@@ -42,8 +42,8 @@ IMPORTED = (
     "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community", "safetensors.torch",
     "tokenizers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers",
+    "openquant.api", "openquant.cli.start", "openquant.cli.commands", "openquant.streaming.model",
 )  # fmt: skip
-OURS = ("openquant.api", "openquant.cli.start", "openquant.cli.commands", "openquant.streaming.model")
 # As it was before any test changed it: the process is started by whichever test needs it first.
 ENVIRONMENT = dict(os.environ)
 # Processes that outlive the tests they work for, which count with all that they have started.
@@ -226,13 +226,13 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if READ_AT_IMPORT.fullmatch(name)}
 
 
-def address(imported: Sequence[str] = (*IMPORTED, *OURS)) -> str:
+def address() -> str:
     """The socket of the process, which is started if nobody has; what it read of the environment is beside it."""
     if ADDRESS not in os.environ:
         socket_path = f"{tempfile.mkdtemp(prefix='openquant-starter-')}/socket"
         Path(f"{socket_path}.json").write_text(json.dumps(_read_at_import(ENVIRONMENT)))
         process = subprocess.Popen(
-            [sys.executable, __file__, socket_path, *imported],
+            [sys.executable, __file__, socket_path, *IMPORTED],
             # torch logs as it does for the command, which sets this before it imports torch.
             env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"},
             stdin=subprocess.PIPE,

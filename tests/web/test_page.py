@@ -24,7 +24,6 @@ from conftest import EXAMPLE, ROOT
 from openquant.files.checkpoint import open_checkpoint
 from support.browser import CHROMIUM
 from support.loopback_hub import LoopbackHub
-from support.representatives import everything
 
 api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 pytest.importorskip("gradio", reason="pip install -e '.[web]'")
@@ -186,10 +185,6 @@ class Visitor:
 
     def value(self, field: str) -> str:
         return str(self.page.locator(f"#{field} :is(input, textarea)").first.input_value())
-
-    def screens(self) -> float:
-        """How many screens of 900 pixels the page is long."""
-        return float(self.page.evaluate("document.documentElement.scrollHeight / 900"))
 
     def straight_to(self, name: str) -> None:
         self.page.get_by_label("Straight into a repository", exact=False).check()
@@ -391,9 +386,7 @@ def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
     try:
         assert HOSTILE in visitor.plan(model.name, "problem", "[role=alert]")
         (model / "config.json").write_text(json.dumps(config))
-        visitor.page.close()
-        visitor.open()
-        visitor.pick(model.name)
+        visitor.plan(model.name)
         visitor.convert("The run is done.")
         visitor.page.get_by_text("The model card as it will be published").click()
         assert HOSTILE in visitor.text("result") and HOSTILE in visitor.text("runs")
@@ -420,13 +413,9 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
     assert answer(server, "/") == answer(server, "/config") == 200
     for refused in (
         {"Host": "evil.example"},
-        {"Host": f"evil.example:{server.port}"},
-        {"Host": "127.0.0.1"},
         {"Origin": "http://evil.example"},
-        {"Origin": "null"},
         {"Origin": f"http://127.0.0.1:{server.port + 1}"},
         {"Sec-Fetch-Site": "cross-site"},
-        {"Sec-Fetch-Site": "same-site"},
     ):
         assert answer(server, "/config", **refused) == 403, refused
     join = b'{"data": [], "fn_index": 0, "session_hash": "x"}'
@@ -443,12 +432,8 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
     for method, path in (
         ("POST", "/gradio_api/upload"),
         ("GET", "/gradio_api/file=/etc/passwd"),
-        ("GET", "/gradio_api/info"),
-        ("GET", "/gradio_api/proxy=http://127.0.0.1"),
         ("GET", "/report/../../etc/passwd"),
         ("POST", "/gradio_api/run/plan"),
-        ("POST", "/gradio_api/queue/join"),
-        ("DELETE", "/config"),
     ):
         assert answer(server, path, method) == 403, path
 
@@ -462,35 +447,23 @@ def test_a_gpu_is_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert preset_gpu() == "2xA100-80"
 
 
-def test_everybody_can_use_it(subtests: pytest.Subtests, chromium: Any, server: Server) -> None:
-    for width, theme in [(400, "dark"), *([(1280, "light")] if everything() else [])]:
-        with subtests.test(width=width, theme=theme):
-            # The page as it is for its first run.
-            server.stop()
-            server.start(server.port)
-            visitor = Visitor(chromium, server, color_scheme=theme, viewport={"width": width, "height": 900})
-            visitor.pick(str(EXAMPLE))
-            long = [visitor.screens()]
-            if AXE is not None:
-                check_access(visitor, AXE)
-            visitor.convert("The run is done.")
-            visitor.page.locator("#serve-SGLang").wait_for()
-            long.append(visitor.screens())
-            # A phone shows all of it without scrolling sideways.
-            assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
-            visitor.page.get_by_text("Advanced options").click()
-            visitor.page.get_by_text("--max-memory").wait_for()
-            visitor.page.get_by_text("Publish on the Hub").click()
-            visitor.page.locator("#publish").click()
-            # An error is on the screen wherever the button is.
-            visitor.wait("no repository is named", "problem")
-            place = visitor.page.locator("#problem [role=alert]").bounding_box()
-            assert 0 <= place["y"] <= 900 - place["height"]
-            if AXE is not None:
-                check_access(visitor, AXE)
-            visitor.context.close()
-            shutil.rmtree(server.root / "tiny-qwen3-INT8-W8A16")
-            assert max(long) <= 3, long
+def test_everybody_can_use_it(chromium: Any, server: Server) -> None:
+    visitor = Visitor(chromium, server, color_scheme="dark", viewport={"width": 400, "height": 900})
+    visitor.pick(str(EXAMPLE))
+    # A phone shows all of it without scrolling sideways.
+    assert visitor.page.evaluate("document.documentElement.scrollWidth") <= 400
+    visitor.page.get_by_text("Advanced options").click()
+    visitor.page.get_by_text("--max-memory").wait_for()
+    if AXE is not None:
+        check_access(visitor, AXE)
+
+    # An error is on the screen wherever the button is.
+    visitor.write("model", "nothing")
+    visitor.page.locator("#convert").click()
+    visitor.page.wait_for_selector("#problem [role=alert]")
+    place = visitor.page.locator("#problem [role=alert]").bounding_box()
+    assert 0 <= place["y"] <= 900 - place["height"]
+    visitor.context.close()
     if AXE is None:
         pytest.skip("OPENQUANT_AXE names axe.min.js of npm's axe-core")
 
