@@ -70,12 +70,11 @@ WALKED_QUICKLY = re.compile(
 
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
-# too, and answers over HTTP but for one; launchers of ranks; signals at any place and kills in all passes but a few;
+# too, and answers over HTTP but for one; launchers of ranks; interrupts at any place and kills in all passes but a few;
 # how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
     "calibration/test_calibrate_verb.py::test_a_killed_run_goes_on",
     "calibration/test_gptq_verb.py::test_no_rank_outlives_another_in_the_pass",
-    "cli/test_start.py::test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines",
     "evaluation/test_eval_resume.py::test_a_run_that_is_ended_twice_gives_the_same_bytes",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
     "fit/test_fit_verb.py::test_scoring_that_is_killed_continues_and_gives_the_same_scores",

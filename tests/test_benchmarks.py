@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from conftest import EXAMPLE, ROOT
+from conftest import ROOT
 from openquant.formats.schemes import SCHEMES
 
 
