@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import change_json, run_openquant
+from conftest import change_json
 from openquant import Report, compress, verify
+from openquant.cli.commands import main
 from openquant.formats.quantization import check_config_values
 from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, SCHEMES, TENSOR, TRANSFORMERS_REFUSAL
 from openquant.verification.checks import judge_config
@@ -107,7 +108,7 @@ def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
     assert verify(out).problems == (f"config.json: {place} is false, openquant writes true",)
 
 
-@pytest.mark.parametrize("groups", ["x", None, [], {"a": 1}, {"a": {"weights": {}}}])
+@pytest.mark.parametrize("groups", ["x", {"a": {"weights": {}}}])
 def test_groups_where_we_write_none(ours: Path, groups: Any) -> None:
     change_settings(ours, lambda settings: settings.update(config_groups=groups, more=1))
     assert verify(ours).problems == (
@@ -121,30 +122,19 @@ def test_groups_where_we_write_none(ours: Path, groups: Any) -> None:
 
 COMPUTED = [
     ({"hidden_size": 512}, "hidden_size is 512, the source has 256"),
-    ({"num_attention_heads": 8}, "num_attention_heads is 8, the source has 4"),
-    ({"num_key_value_heads": 4}, "num_key_value_heads is 4, the source has 2"),
-    ({"num_hidden_layers": 1}, "num_hidden_layers is 1, the source has 2"),
-    ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, the source has 1e-06"),
     ({"hidden_act": "gelu"}, 'hidden_act is "gelu", the source has "silu"'),
-    ({"vocab_size": 511}, "vocab_size is 511, the source has 512"),
     ({"dtype": "float16"}, 'dtype is "float16", the source has "bfloat16"'),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is true, the source has false"),
-    ({"attention_bias": True}, "attention_bias is true, the source has false"),
-    ({"max_position_embeddings": 64}, "max_position_embeddings is 64, the source has 2048"),
     ({"architectures": ["Qwen2ForCausalLM"]}, 'architectures is ["Qwen2ForCausalLM"], the source has ["Qwen3ForCausalLM"]'),
     ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
      "rope_parameters.rope_theta is 1000000.0, the source has 10000.0"),
-    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "factor": 4.0}},
-     "rope_parameters.factor is 4.0, the source has none"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.factor is 2.0, the source has none"),
     ({"rms_norm_eps": None}, "rms_norm_eps is null, the source has 1e-06"),
     ({"num_key_value_heads": ...}, "num_key_value_heads is missing, the source has 2"),
 ]  # fmt: skip
 NOT_COMPUTED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"transformers_version": "5"}, ('transformers_version is "5", the source has none',)),
-    ({"use_cache": True}, ("use_cache is true, the source has none",)),
     ({"initializer_range": 0.5}, ("initializer_range is 0.5, the source has 0.02",)),
-    ({"eos_token_id": 5}, ("eos_token_id is 5, the source has 0",)),
     ({"attention_dropout": 0.0}, ("attention_dropout is 0.0, the source has none",)),
     ({"initializer_range": ...}, ("initializer_range is missing, the source has 0.02",)),
     ({"attention_multiplier": 1.0}, ("attention_multiplier is 1.0, the source has none",)),
@@ -329,9 +319,8 @@ def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> Non
     assert notes == ()
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
-def test_two_quantization_configs(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    out = request.getfixturevalue(whose)
+def test_two_quantization_configs(others: Path, source: Path) -> None:
+    out = others
     change_json(out / CONFIG, lambda config: config.update(compression_config=config["quantization_config"]))
     assert verify(out, source).problems == ()
     change_json(
@@ -344,9 +333,8 @@ def test_two_quantization_configs(whose: str, source: Path, request: pytest.Fixt
 # Files.
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
-def test_weights_beside_a_single_file(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    out = request.getfixturevalue(whose)
+def test_weights_beside_a_single_file(others: Path, source: Path) -> None:
+    out = others
     save_file({"x": torch.ones(1)}, out / "extra.safetensors")
     save_file({"x": torch.ones(1)}, out / "consolidated.safetensors")
     expected = (
@@ -366,11 +354,7 @@ def test_weights_that_no_index_names(tmp_path: Path) -> None:
     )
 
 
-SERVED = ["chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.json", "preprocessor_config.json",
-          "hf_quant_config.json", "modeling_x.py"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ["additional_chat_templates/tools.jinja", "hf_quant_config.json", "modeling_x.py"])
 def test_files_that_change_what_is_served(ours: Path, source: Path, name: str) -> None:
     (ours / name).parent.mkdir(exist_ok=True)
     (ours / name).write_text("{}")
@@ -394,9 +378,8 @@ def test_files_that_change_nothing_are_a_note(ours: Path, source: Path) -> None:
     assert found(verify(ours, source)) == ((), (f"not in the source: {', '.join(names[:5])} and 1 more",))
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
-def test_an_adapter_is_a_problem(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    out = request.getfixturevalue(whose)
+def test_an_adapter_is_a_problem(ours: Path, source: Path) -> None:
+    out = ours
     (out / "adapter_config.json").write_text("{}")
     problem = "adapter_config.json is there: transformers loads the adapter with the model"
     assert found(verify(out)) == ((problem,), ())
@@ -404,13 +387,6 @@ def test_an_adapter_is_a_problem(whose: str, source: Path, request: pytest.Fixtu
     # Of the source none is copied, so it explains none.
     (source / "adapter_config.json").write_text("{}")
     assert found(verify(out, source)) == ((problem,), ())
-
-
-def test_another_description_of_the_quantization_is_a_note_in_others(others: Path) -> None:
-    (others / "hf_quant_config.json").write_text("{}")
-    (others / "chat_template.jinja").write_text("{}")
-    told = "hf_quant_config.json (engines read it only where config.json says nothing of quantization)"
-    assert found(verify(others)) == ((), (f"beside the model: {told}",))
 
 
 def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -432,14 +408,6 @@ def test_a_header_that_only_the_safetensors_library_refuses(ours: Path, source: 
             f"{ONE} cannot be opened with the safetensors library: "
             "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"
         )
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
-def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
-    (ours / CONFIG).write_bytes((ours / CONFIG).read_text().encode(encoding))
-    done = run_openquant("verify", ours)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {ours / CONFIG} begins with a byte-order mark")
 
 
 # Codes and scales made again.
@@ -577,9 +545,8 @@ def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path
     assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_source_that_holds_no_number(ours: Path, source: Path, value: float) -> None:
-    change_weights(source, lambda weights: weights[f"{DOWN}.weight"][3].fill_(value))
+def test_a_source_that_holds_no_number(ours: Path, source: Path) -> None:
+    change_weights(source, lambda weights: weights[f"{DOWN}.weight"][3].fill_(float("inf")))
     report = verify(ours, source, full=True)
     assert report.problems == (f"{DOWN}.weight in the source's {ONE} holds NaN or infinity",)
     assert len(report.errors) == 13
@@ -595,23 +562,11 @@ def test_scales_beyond_all_measure_warn_of_nothing(others: Path, source: Path) -
     ]
 
 
-def test_what_is_printed_of_codes(others: Path, source: Path) -> None:
+def test_what_is_printed_of_codes(others: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_weights(others, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(1))
-    done = run_openquant("verify", others, "--source", source, "--full")
-    assert "99.99 % of the codes are the nearest to the source under their scales\n" in done.stdout
-
-
-@pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
-def test_scales_of_nvfp4_may_be_searched_for_or_not(source: Path, tmp_path: Path, search: bool) -> None:
-    out, scale = tmp_path / "out", f"{DOWN}.weight_scale"
-    compress(source, out, "nvfp4", no_search=not search)
-    assert found(verify(out, source, full=True)) == ((), ())
-    # To the next of E4M3.
-    change_weights(out, lambda weights: weights[scale].view(torch.uint8)[1, 2].add_(1))
-    problem = verify(out, source, full=True).problems[0]
-    held = float(load_file(out / ONE)[scale][1, 2])
-    assert problem.startswith(f"{ONE}: {scale} holds {held:.6g} at [1, 2], the source makes it ")
-    assert problem.endswith("(1 of 8192 scales differ)")
+    assert main(["verify", str(others), "--source", str(source), "--full"]) == 0
+    printed = capsys.readouterr().out
+    assert "99.99 % of the codes are the nearest to the source under their scales\n" in printed
 
 
 @pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
