@@ -17,11 +17,12 @@ from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, SourceError
 from support import small_checkpoints
 from support.quantized_checkpoints import (
-    SOURCES,
+    BLOCKS,
     asymmetric,
     asymmetric_config,
     awq,
     awq_config,
+    by_blocks,
     gptq,
     gptq_config,
     store,
@@ -32,7 +33,7 @@ import damage
 
 Weights = dict[str, torch.Tensor]
 UP = "model.layers.0.mlp.up_proj"
-SCHEMES = ["tensor", "block", "mxfp8", "int4", "nvfp4"]
+SCHEMES = ["tensor", "block", "int4", "nvfp4"]
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +48,15 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints as other tools lay them out, those that verify calls sound and dequantize reads."""
+    """Checkpoints as other tools lay them out."""
     root = tmp_path_factory.mktemp("foreign")
-    made = {
-        name: store(root / f"{number}", make, config)
-        for number, (name, (make, config, _)) in enumerate([*SOURCES.items()][::3])
+    layouts = {
+        "fp8 blocks": (by_blocks(), BLOCKS),
+        "asymmetric": (asymmetric(), asymmetric_config()),
+        "awq": (awq(), awq_config()),
+        "gptq": (gptq(act=True), gptq_config(act=True)),
     }
-    made["asymmetric"] = store(root / "asymmetric", asymmetric(), asymmetric_config())
-    made["awq"] = store(root / "awq", awq(), awq_config())
-    made["gptq"] = store(root / "gptq", gptq(act=True), gptq_config(act=True))
-    return {name: path for name, path in made.items() if refusal(path, root / "plain") is None and problems(path) == ()}
+    return {name: store(root / name, make, config) for name, (make, config) in layouts.items()}
 
 
 def refusal(directory: Path, out: Path) -> str | None:
@@ -132,21 +132,21 @@ def test_what_dequantize_refuses_is_a_problem(
     for scheme, name in itertools.product(SCHEMES, DAMAGE):
         with subtests.test(scheme=scheme, damage=name):
             root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / f"{scheme} {name}", DAMAGE[name])
-            if refusal(root, tmp_path / "plain") is not None:
-                assert problems(root)
+            message = refusal(root, tmp_path / "plain")
+            assert message is None or problems(root)
+            if name == "scales beyond bfloat16" and scheme in ("int4", "block"):
+                assert "decodes to weights that overflow bfloat16: " in str(message)
+                assert message in problems(root)
 
 
 def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -> None:
     for name in ("awq", "gptq"):
-        owner = next(key for key in small_checkpoints.read(foreign[name]) if key.endswith(".qweight")).removesuffix(
-            ".qweight"
-        )
         root = small_checkpoints.changed_copy(
-            foreign[name], tmp_path / name, lambda held, owner=owner: held.update({f"{owner}.weight": torch.ones(8, 8)})
+            foreign[name], tmp_path / name, lambda held: held.update({f"{UP}.weight": torch.ones(8, 8)})
         )
-        message = f"{owner}.weight is there twice, as {owner}.qweight too"
+        message = f"{UP}.weight is there twice, as {UP}.qweight too"
         assert refusal(root, tmp_path / "plain") == message
-        assert f"model.safetensors: {owner}.qweight: {message}" in problems(root)
+        assert f"model.safetensors: {UP}.qweight: {message}" in problems(root)
 
 
 def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp
 def test_damage_by_chance(outputs: dict[str, Path], foreign: dict[str, Path], tmp_path: Path) -> None:
     """A few of what tests/fuzz plays by the thousand."""
     ways = [damage._tensor, damage._tensor, damage._tensor, damage._header, damage._quantization, damage._bytes]
-    for seed in range(20):
+    for seed in range(12):
         rng = random.Random(seed)
         root = shutil.copytree(rng.choice([*outputs.values(), *foreign.values()]), tmp_path / f"{seed}")
         done = rng.choice(ways)(rng, root)
@@ -173,17 +173,13 @@ def test_files_that_engines_cannot_parse(tmp_path: Path) -> None:
     """A model whose tokenizer was copied by half is neither converted nor called sound."""
     source = shutil.copytree(EXAMPLE, tmp_path / "source")
     compress(source, tmp_path / "out")
-    for name in ("tokenizer.json", "generation_config.json"):
-        text = (EXAMPLE / name).read_bytes()
-        for root in (source, tmp_path / "out"):
-            (root / name).write_bytes(text[: len(text) // 2])
+    text = (EXAMPLE / "tokenizer.json").read_bytes()
+    for root in (source, tmp_path / "out"):
+        (root / "tokenizer.json").write_bytes(text[: len(text) // 2])
 
-        with pytest.raises(SourceError) as caught:
-            compress(source, tmp_path / "again")
-        assert caught.value.message.startswith(f"{source / name} is not valid JSON: ")
-        assert not (tmp_path / "again").exists()
-        found = [problem for problem in verify(tmp_path / "out").problems if "JSON" in problem]
-        assert len(found) == 1 and found[0].startswith(f"{tmp_path / 'out' / name} is not valid JSON: ")
-
-        for root in (source, tmp_path / "out"):
-            (root / name).write_bytes(text)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "again")
+    assert caught.value.message.startswith(f"{source / 'tokenizer.json'} is not valid JSON: ")
+    assert not (tmp_path / "again").exists()
+    [found] = [problem for problem in verify(tmp_path / "out").problems if "JSON" in problem]
+    assert found.startswith(f"{tmp_path / 'out' / 'tokenizer.json'} is not valid JSON: ")
