@@ -73,13 +73,11 @@ WALKED_QUICKLY = re.compile(
 # too, and answers over HTTP but for one; launchers of ranks; signals at any place and kills in all passes but a few;
 # how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
-    "calibration/test_calibrate_verb.py::test_a_killed_run_goes_on",
-    "calibration/test_gptq_verb.py::test_no_rank_outlives_another_in_the_pass",
     "cli/test_start.py::test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines",
     "cli/test_start.py::test_threads_that_wait_sleep_unless_the_user_says_otherwise",
-    "evaluation/test_eval_resume.py::test_a_run_that_is_ended_twice_gives_the_same_bytes",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
-    "fit/test_fit_verb.py::test_scoring_that_is_killed_continues_and_gives_the_same_scores",
+    "fit/test_fit_verb.py::test_scoring_that_is_stopped_continues_and_gives_the_same_scores",
+    "fit/test_scores.py::test_every_unit_has_a_score_in_every_scheme",
     "serve/test_draft_entry.py::test_the_tool_prints_a_draft",
     "serve/test_serve.py::test_answers",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
@@ -88,7 +86,6 @@ NIGHTLY = (
     "serve/test_serve_smoothing.py",
     "serve/test_serve_text.py",
     "streaming/test_many_layers.py",
-    "streaming/test_streamed.py::test_an_interrupt_at_any_bytecode_of_the_hand_over_ends_all_passes",
     "test_benchmarks.py",
     "test_distributed.py::test_accelerate_launch_starts_ranks_too",
     "test_guides.py::test_a_model_that_fits_is_published",
@@ -184,6 +181,15 @@ def shorten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_answers(monkeypatch)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are saved after every layer."""
+    from openquant.streaming import pass_checkpoint
+
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
 
 
 @pytest.fixture

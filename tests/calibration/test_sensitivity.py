@@ -25,8 +25,6 @@ from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
-from openquant.streaming import model as streamed
-from openquant.streaming import pass_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints, starting
 from support.conversions import Shelf
@@ -93,17 +91,6 @@ def test_gradients_are_those_of_an_ordinary_model(shelf: Shelf, architecture: st
         torch.testing.assert_close(found[name], weights(squares), rtol=1e-3, atol=1e-3)
 
 
-def test_on_a_processor_without_bfloat16(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = shelf.source("Qwen3ForCausalLM")
-    found = []
-    for computes in (True, False):
-        monkeypatch.setattr(streamed, "_multiplies_bfloat16", lambda computes=computes: computes)
-        model = StreamedModel(open_checkpoint(root))
-        found.append(find_sensitivities(model, CORPUS, linears_of(model), budget=0))
-    for name, sensitivity in found[0].items():
-        torch.testing.assert_close(sensitivity, found[1][name], rtol=0.2, atol=0.05)
-
-
 def test_a_group_has_the_sum_of_its_layers(shelf: Shelf) -> None:
     model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")), dtype=torch.float32)
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
@@ -130,15 +117,6 @@ def test_a_hessian_weighs_its_tokens() -> None:
         hessian.add(inputs[document, None], document)
     rows = inputs.reshape(10, 8)
     torch.testing.assert_close(hessian.pop_matrix(), rows.T @ (sensitivity.reshape(10, 1) * rows))
-
-
-def test_a_hessian_of_several_rows_a_token_weighs_them_alike() -> None:
-    """As of the grouped output projection of DeepSeek-V4."""
-    inputs = torch.randn(1, 3, 2, 8, generator=torch.Generator().manual_seed(0))
-    hessian = Hessian(8, sensitivity=torch.tensor([[1.0, 0.0, 2.0]]), accumulating=True)
-    hessian.add(inputs)
-    first, last = inputs[0, 0], inputs[0, 2]
-    torch.testing.assert_close(hessian.pop_matrix(), first.T @ first + 2 * last.T @ last)
 
 
 def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: Path) -> None:
@@ -187,12 +165,11 @@ class Stopped(Exception):
     """Ends a run."""
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("steps", [2, 6])
 def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """It stops while tokens are weighed, one document at a time, or while layers are rounded."""
     monkeypatch.setattr("openquant.calibration.run.BUDGET", 0)
-    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
-    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
 
     def stop(done: int, total: int) -> None:
         del done, total
