@@ -16,6 +16,7 @@ import torch
 from conftest import EXAMPLE
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
 from openquant.cli.commands import main
+from openquant.diagnosis.diagnose import sample_step
 from openquant.diagnosis.result import LayerDiagnosis
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -308,3 +309,9 @@ def test_the_table_says_what_was_measured_and_names_do_not_move_the_cursor(
     first, second, *_ = out.splitlines()
     assert first.startswith(f"{tmp_path}/a\\x1b[31mb: ")
     assert second == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
+
+
+def test_the_step_is_odd_and_measures_enough() -> None:
+    assert [sample_step(shape) for shape in [(1, 5000), (256, 1024), (128, 4096), (2048, 2048), (53248, 16384)]] == [
+        1, 1, 5, 65, 1665,
+    ]  # fmt: skip

@@ -107,3 +107,12 @@ def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(
     ) in text
     errors = found.worst[0].row_errors
     assert errors["channel"] < 0.03 < 2 * found.normal["tensor"] < errors["tensor"]
+
+
+def test_a_weight_too_large_for_the_scheme_is_conspicuous(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"][7, 3] = 70000.0
+    found = diagnose(small_checkpoints.write(tmp_path / "source", weights=weights))
+    [layer] = found.conspicuous
+    assert (layer.errors["tensor"], layer.row_errors["tensor"]) == (None, None)
+    assert layer.row_errors["channel"] < 0.03

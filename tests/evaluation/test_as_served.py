@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,15 @@ def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
             ids.append(int(output.model.logits(torch.tensor(ids), cache)[-1].argmax()))
     assert shown["output"].startswith(tokenizer.decode(ids[len(prompts[0].ids) :]))
     assert served(source).cache() is None
+
+
+def test_answers_end_where_the_source_says(tmp_path: Path) -> None:
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(2048)]}))
+    tokenizer = load_tokenizer(EXAMPLE)
+    prompts = read_prompts(None, tokenizer)[:1]
+    for first, second, ended in ((source, EXAMPLE, True), (EXAMPLE, source, False)):
+        model = StreamedModel(open_checkpoint(first))
+        [[shown]] = compare_answers(model, [served(second)], tokenizer, prompts)
+        for answer in (shown["source"], shown["output"]):
+            assert (len(tokenizer.encode(answer)) == 1) is ended

@@ -13,6 +13,7 @@ from openquant import calibrate, compress, evaluate
 from openquant.distributed import Ranks
 from openquant.streaming.session import documents_of_rank
 from support import mixture_of_experts, starting
+from support.small_checkpoints import change_weights
 from support.starting import Job
 
 # `openquant`, rather than what ranks are otherwise.
@@ -21,7 +22,6 @@ import sys
 from openquant.cli.commands import main
 """
 RUN = "sys.exit(main())\n"
-SHORT = "import pytest\nfrom conftest import shorten_answers\nshorten_answers(pytest.MonkeyPatch())\n"
 
 
 @pytest.fixture
@@ -35,12 +35,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The example with experts that tokens go to, and its output."""
     root = tmp_path_factory.mktemp("made")
     source = mixture_of_experts.make(root / "source")
+    # Values that an FP8 cache does not hold.
+    change_weights(source, lambda weights: weights["model.layers.1.self_attn.v_proj.weight"].mul_(600))
     return source, Path(compress(source, root / "out", "channel").output)
 
 
 def words(made: tuple[Path, Path], *more: object) -> list[object]:
     source, output = made
-    given = ["--samples", "2", "--length", "32", "--kv-cache", "fp8"]
+    given = ["--samples", "2", "--length", "32", "--kv-cache", "fp8", "--no-prompts"]
     return ["eval", output, "--source", source, *given, *more]
 
 
@@ -61,24 +63,23 @@ os.replace = replaced
 """
 
 
-@pytest.mark.usefixtures("short_answers")
 def test_ranks_evaluate_and_go_on_together(made: tuple[Path, Path], tmp_path: Path) -> None:
     given = words(made, "--scratch", tmp_path, "--out", tmp_path / "many.json")
     kept = {"out.many.json.part-0", "out.many.json.part-1"}
     with starting.job() as job:
-        first, second = (job.start(rank, *given, first=SHORT + KILLED + OPENQUANT + RUN) for rank in range(2))
+        first, second = (job.start(rank, *given, first=KILLED + OPENQUANT + RUN) for rank in range(2))
         assert second.wait(120) == -signal.SIGKILL
         # As a launcher does.
         first.send_signal(signal.SIGTERM)
         assert first.wait(120) == 130
     assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
     with starting.job() as job:
-        done = job.finish(2, *given, first=SHORT + OPENQUANT + RUN)
+        done = job.finish(2, *given, first=OPENQUANT + RUN)
     assert done.returncode == 0, done.stderr
     assert "; an earlier run is continued\n" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"many.json"}
     source, output = made
-    evaluate([output], source, samples=2, length=32, kv_cache="fp8", out=tmp_path / "one.json")
+    evaluate([output], source, samples=2, length=32, kv_cache="fp8", no_prompts=True, out=tmp_path / "one.json")
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
 

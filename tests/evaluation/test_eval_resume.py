@@ -160,6 +160,13 @@ def saved_at(directory: Path, out: Path | None = None) -> Path | None:
 
 
 def test_the_place_of_saved_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Beside the first output that is a directory; never in the Hub's cache.
+    far = Source(tmp_path / "hf" / "snapshots" / "0", "name", "org/name", "0" * 40)
+    near = Source(tmp_path / "models" / "out", "out", None, None)
+    places = [
+        evaluation_run._scratch_directory(Evaluate(["out"], "org/name"), [far, *of]) for of in ([far, near], [far])
+    ]
+    assert places == [tmp_path / "models", Path()]
     assert saved_at(tmp_path) == tmp_path / "name.eval.json.part"
     assert saved_at(tmp_path, Path("there", "results.json")) == tmp_path / "name.results.json.part"
     # Classes that may keep more than arguments between layers.

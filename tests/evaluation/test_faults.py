@@ -109,7 +109,7 @@ def other_rope(root: Path) -> None:
     change_json(root / "config.json", lambda found: found["rope_parameters"].update(rope_theta=1e6))
 
 
-FEW_TEXTS: dict[str, Any] = {"samples": 16, "length": 128}
+FEW_TEXTS: dict[str, Any] = {"samples": 8, "length": 128}
 # How each sound output is made: the arguments of compress().
 SCHEMES: dict[str, dict[str, Any]] = {
     **{name: {"scheme": name} for name in ("tensor", "channel", "block", "mxfp8", "int8", "nvfp4", "mxfp4")},
