@@ -23,7 +23,6 @@ UP = "model.layers.1.mlp.up_proj"
 TEXTS: dict[str, Any] = {"samples": 2, "length": 64}
 # Codes of each scheme, and what turns their signs.
 CODES = {
-    "int2": ("weight_packed", 0xFF),
     "int4": ("weight_packed", 0xFF),
     "nvfp4": ("weight_packed", 0x88),
     "channel": ("weight", 0x80),
