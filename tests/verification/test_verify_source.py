@@ -96,18 +96,6 @@ def test_a_deleted_key_does_not_make_it_another_tool_s(shelf: Shelf, subtests: p
             )
 
 
-def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
-    out = tmp_path / "out"
-    compress(source, out, "block", format="compressed-tensors", scheme_for={"**.self_attn.*": "channel"})
-
-    def change(settings: dict[str, Any]) -> None:
-        settings["config_groups"]["group_1"]["input_activations"]["symmetric"] = False
-
-    change_settings(out, change)
-    place = "quantization_config.config_groups.group_1.input_activations.symmetric"
-    assert verify(out).problems == (f"config.json: {place} is false, openquant writes true",)
-
-
 # config.json.
 
 
@@ -269,18 +257,6 @@ def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> Non
     (out / ".openquant.json").unlink()
     (out / "README.md").unlink()
     assert found(verify(out)) == ((), (f"config.json: no engine is known to read {place}",))
-
-
-def test_a_listed_name_that_no_plan_lists(ours: Path, source: Path) -> None:
-    """vLLM finds no layer of that name, SGLang takes it for the beginning of all."""
-
-    def add(settings: dict[str, Any]) -> None:
-        for key in ("ignored_layers", "modules_to_not_convert"):
-            settings[key].append("model")
-
-    change_settings(ours, add)
-    assert verify(ours).problems == ()
-    assert verify(ours, source).problems == ("config.json: ignored_layers lists model, the plan does not",)
 
 
 def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> None:
