@@ -70,8 +70,8 @@ WALKED_QUICKLY = re.compile(
 
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
-# too, and answers over HTTP but for one; launchers of ranks; signals at any place and kills in all passes but a few;
-# how work grows; what is installed and what benchmarks print.
+# too, and answers over HTTP but for one; launchers of ranks; signals at any line; scores of
+# all architectures, and those of a run that goes on; how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
     "cli/test_start.py::test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines",
     "cli/test_start.py::test_threads_that_wait_sleep_unless_the_user_says_otherwise",

@@ -481,3 +481,32 @@ def test_of_a_repository_only_headers_are_read(hub: LoopbackHub, tmp_path: Path)
     # Of 8.4 MB.
     assert hub.sent < 1_000_000
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
+
+
+def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_path: Path) -> None:
+    copy = qwen(tmp_path / "loops", architectures=["IQuestLoopCoderForCausalLM"], loop_num=2, loop_window_size=64)
+    found = fit_table(copy, "30GB", context=2048)
+    assert (found.best, found.best, found.mixture) == (found.uncalibrated, "int5", None)
+    assert found.command == f"openquant compress -m {copy} --scheme int5"
+
+
+def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = qwen(tmp_path / "stored", quantization_config=DENSE | {"kv_cache_scheme": CACHE})
+
+    def refuse(*_: object) -> None:
+        raise PlanError("no scales", "choose auto")
+
+    monkeypatch.setattr("openquant.plan.plan.find_cached_attentions", refuse)
+    found = fit_table(stored, "A6000")
+    assert (found.kv_cache, found.cache_in_config) == ("auto", False)
+    assert found.schemes == table(model, "A6000").schemes
+
+
+def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path: Path) -> None:
+    tied = qwen(tmp_path / "tied", layers=1, tie_word_embeddings=True)
+    with pytest.raises(
+        PlanError, match=r"^config.json ties the output head to the embedding, although the source has one$"
+    ):
+        fit_table(tied, "4090", quantize_lm_head=True)
