@@ -73,3 +73,12 @@ def test_a_dtype_that_nothing_computes_with_is_named(tmp_path: Path) -> None:
     assert raised.value.message == "codes is F8_E5M2, a dtype that models do not compute in"
     assert raised.value.hint == "start from another checkpoint"
     assert found.error is raised.value
+
+
+def test_a_shard_of_another_size_is_refused(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", weights={"a": torch.zeros(4)})
+    tensors = slices_of(source)
+    with (source / "model.safetensors").open("ab") as file:
+        file.write(b"1")
+    with pytest.raises(SourceError, match=r"^model\.safetensors has another size than when its header was read$"):
+        tensors.select(["a"])

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -334,26 +335,46 @@ def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
     assert visited[2] == visited[6] > 0
 
 
-@pytest.fixture
-def same_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("same_threads")
 def test_threads_are_as_many_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
     torch.set_num_threads(3)
-    model = StreamedModel(open_checkpoint(EXAMPLE))
-    for tokens, cpus, threads in ((512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)):
-        monkeypatch.setattr(module, "available_cpus", lambda cpus=cpus: cpus)
-        assert threads_for(model, tokens) == threads, (tokens, cpus)
+    try:
+        model = StreamedModel(open_checkpoint(EXAMPLE))
+        for tokens, cpus, threads in ((512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)):
+            monkeypatch.setattr(module, "available_cpus", lambda cpus=cpus: cpus)
+            assert threads_for(model, tokens) == threads, (tokens, cpus)
+
+        # As many as before afterwards.
+        with pytest.raises(KeyError), limited_threads(2):
+            assert torch.get_num_threads() == 2
+            raise KeyError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("same_threads")
-def test_the_number_is_as_before_afterwards() -> None:
-    torch.set_num_threads(3)
-    with pytest.raises(KeyError), limited_threads(2):
-        assert torch.get_num_threads() == 2
-        raise KeyError
-    assert torch.get_num_threads() == 3
+def test_the_next_unit_is_read_ahead(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(LazyTensors, "prefetch", lambda _, names: asked.append(set(names)))
+    streamed_logits(model, BATCHES[:1])
+    assert asked[:2] == [{name for name in model.checkpoint.tensors if f"layers.{n}." in name} for n in (0, 1)]
+    assert asked[2] == {"lm_head.weight"}
+
+
+def test_while_a_model_computes_no_page_of_the_other_is_in_memory(
+    model: StreamedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = StreamedModel(model.checkpoint)
+    released: list[StreamedModel] = []
+    release = StreamedModel.release_pages
+    monkeypatch.setattr(StreamedModel, "release_pages", lambda self: (released.append(self), release(self)))
+
+    @contextmanager
+    def around(theirs: StreamedModel) -> Iterator[None]:
+        assert released[-1] is theirs
+        yield
+
+    both = [
+        forward(one, BATCHES[0], around=partial(around, theirs)) for one, theirs in ((model, other), (other, model))
+    ]
+    run_interleaved([both], finished=lambda *_: None)
