@@ -185,78 +185,47 @@ def test_scales_of_the_source_need_no_calibration(calibration: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first"]
 
 
-def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
-    """A mixture of experts, and a calibration of it in which what goes into each weight has its number's size."""
-    tmp_path.mkdir(exist_ok=True)
+def test_a_mixture_has_the_scales_that_engines_fuse(tmp_path: Path) -> None:
+    """Of random weights, with inputs of another size for each. Some experts saw no token, and some layers no input."""
     root = small_checkpoints.write(tmp_path / "mixture", "Qwen3MoeForCausalLM")
-    names = [name for name in small_checkpoints.read(root) if name.endswith("_proj.weight")]
+    experts, attention = "model.layers.1.mlp.experts", "model.layers.1.self_attn"
     inputs = {}
-    for number, name in enumerate(names, 1):
-        width = small_checkpoints.read(root)[name].shape[1]
-        inputs[name] = InputStatistics((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
-    if change is not None:
-        change(inputs)
-    calibration = Calibration(
-        tuple(inputs.values()), Fingerprint(open_checkpoint(root)).hexdigest(), {"documents": 1, "length": 9}
-    )
-    (tmp_path / "x").write_bytes(calibration.to_bytes())
-    return root, tmp_path / "x"
-
-
-def test_fused_layers_have_one_input_scale(tmp_path: Path) -> None:
-    def unseen(inputs: dict[str, InputStatistics]) -> None:
-        for last in ("gate_proj", "up_proj", "down_proj"):
-            name = f"model.layers.1.mlp.experts.2.{last}.weight"
-            inputs[name] = replace(inputs[name], tokens=0)
-
-    root, calibration = mixture(tmp_path, unseen)
-    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
-    found, seen = scales(tmp_path / "out"), read_calibration(calibration)
+    for number, (name, tensor) in enumerate(small_checkpoints.read(root).items(), 1):
+        if name.endswith("_proj.weight"):
+            width = tensor.shape[1]
+            held = InputStatistics((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
+            first = ".experts." in name and "down" not in name
+            held = replace(held, routed=(5, 0, 4, 0)) if first else held
+            inputs[name] = replace(held, tokens=0) if ".experts.2." in name else held
+    for last in ("k_proj", "o_proj"):
+        del inputs[f"{attention}.{last}.weight"]
+    model = Fingerprint(open_checkpoint(root)).hexdigest()
+    seen = Calibration(tuple(inputs.values()), model, {"documents": 1, "length": 9})
+    (tmp_path / "x").write_bytes(seen.to_bytes())
+    out, reporter = tmp_path / "out", Recording()
+    plan = compress(root, out, activation_scheme="static", calibration=tmp_path / "x", reporter=reporter)
+    assert (
+        f"no token was routed to 2 experts, which use the scale of the others of their layer: {experts}.{{1,3}}; "
+        "more texts (--samples) would reach them"
+    ) in reporter.of_plan
 
     def largest(*names: str) -> np.float32:
         every = [seen.of(f"{name}.weight") for name in names]
         return np.float32(2 * max(each.largest for each in every if each) / 448)
 
-    experts = "model.layers.1.mlp.experts"
+    found = scales(out)
     first = [f"{experts}.{expert}.{last}" for expert in range(4) for last in ("gate_proj", "up_proj")]
     down = [f"{experts}.{expert}.down_proj" for expert in range(4)]
-    attention = [f"model.layers.1.self_attn.{letter}_proj" for letter in "qkv"]
-    for together in (first, down, attention):
+    # Keys have no statistics of their own, and their inputs are those of queries and values.
+    for together in (first, down, [f"{attention}.{letter}_proj" for letter in "qkv"]):
         assert {found[name] for name in together} == {largest(*together)}
     assert largest(*first) != largest(*down)
-    assert not verify(tmp_path / "out").problems
+    assert not verify(out).problems
 
-
-def test_the_plan_names_experts_without_tokens(tmp_path: Path) -> None:
-    def routed(inputs: dict[str, InputStatistics]) -> None:
-        # The first layer has no experts.
-        for name in inputs:
-            if ".experts." in name and not name.endswith("down_proj.weight"):
-                inputs[name] = replace(inputs[name], routed=(5, 0, 4, 0))
-
-    root, calibration = mixture(tmp_path, routed)
-    reporter = Recording()
-    compress(
-        root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=reporter
-    )
+    # What has none at all stays unquantized.
+    assert len(found) == plan.quantized_tensors and f"{attention}.o_proj" not in found
     assert (
-        "no token was routed to 2 experts, which use the scale of the others of their layer: model.layers.1.mlp.experts.{1,3}; "
-        "more texts (--samples) would reach them"
-    ) in reporter.of_plan
-
-
-def test_layers_without_inputs_stay_unquantized(tmp_path: Path) -> None:
-    root, calibration = mixture(tmp_path, lambda inputs: inputs.pop("model.layers.1.self_attn.k_proj.weight"))
-    plan = compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
-    assert len(scales(tmp_path / "out")) == plan.quantized_tensors
-    # The others of q, k and v have statistics, and their inputs are the same.
-    assert "model.layers.1.self_attn.k_proj" in scales(tmp_path / "out")
-    root, calibration = mixture(tmp_path / "none", lambda inputs: inputs.pop("model.layers.1.self_attn.o_proj.weight"))
-    compress(root, tmp_path / "left", activation_scheme="static", calibration=calibration)
-    assert "model.layers.1.self_attn.o_proj" not in scales(tmp_path / "left")
-    assert (
-        "model.layers.1.self_attn.o_proj"
-        in json.loads((tmp_path / "left" / "config.json").read_text())["quantization_config"]["ignored_layers"]
+        f"{attention}.o_proj" in json.loads((out / "config.json").read_text())["quantization_config"]["ignored_layers"]
     )
 
 
@@ -293,6 +262,11 @@ def test_options_that_exclude_each_other_are_refused(
         (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated$"),
         ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
         (static | of | {"scheme": "block"}, UsageError, "--scheme block has no static activations"),
+        (
+            of | {"scheme": "int4", "gptq": True},
+            UsageError,
+            "GPTQ needs Hessians, which a calibration file does not have",
+        ),
     ]
     for options, kind, message in rows:
         with subtests.test(message):

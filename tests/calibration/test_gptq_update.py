@@ -19,25 +19,20 @@ from openquant.formats.schemes import (
     INT4_SHIFTED,
     INT4_W4A16,
     INT4_W4A16_CHANNEL,
-    INT8_W8A8,
     INT8_W8A16,
     INTEGER_GROUPS,
     NVFP4,
-    TENSOR,
     Scheme,
 )
 from support.paper_gptq import by_hand, spread
 
 SCHEMES = (
     INTEGER_GROUPS[3][0],
-    INTEGER_GROUPS[5][0],
     INT4_W4A16,
     INT4_SHIFTED,
     INT4_W4A16_CHANNEL,
-    INT8_W8A8,
     INT8_W8A16,
     NVFP4,
-    TENSOR,
     CHANNEL,
     BLOCK,
 )

@@ -13,7 +13,7 @@ import pytest
 from conftest import EXAMPLE, change_json, tree
 from openquant import compress, evaluate, verify
 from openquant.cli.commands import main
-from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
+from openquant.errors import OpenQuantError, OutputError, SourceError
 from openquant.files.shardfile import LayerStore
 from openquant.report.text import verification_text
 from support import mixture_of_experts, small_checkpoints, starting
@@ -209,15 +209,6 @@ def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, m
         compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
     assert reporter.notes == []
     assert not list(tmp_path.iterdir())
-
-
-def test_a_calibration_file_is_of_no_use(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, calibration=tmp_path / "some.safetensors")
-    assert caught.value.message == (
-        "GPTQ needs Hessians, which a calibration file does not have: nothing uses --calibration"
-    )
-    assert caught.value.hint == "leave it out, and name texts with --text or --dataset: GPTQ reads them itself"
 
 
 @pytest.fixture(scope="module")

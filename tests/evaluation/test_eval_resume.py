@@ -26,6 +26,7 @@ from openquant.streaming import offload
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support.reporters import Told
+from support.small_checkpoints import change_weights
 from support.task_files import write_lines
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
@@ -41,6 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output whose activations engines round, and one with rounded weights alone."""
     folder = tmp_path_factory.mktemp("made")
     compress(EXAMPLE, folder / "fp8", "tensor")
+    # Values of the first layer that an FP8 cache does not hold.
+    scale = "model.layers.0.self_attn.v_proj.weight_scale"
+    change_weights(folder / "fp8", lambda held: held[scale].mul_(3000))
     compress(EXAMPLE, folder / "int4", "int4")
     return folder
 
@@ -73,6 +77,7 @@ def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, mo
     run = partial(evaluate, outputs, EXAMPLE, out=file, tasks=task, kv_cache="fp8", **SMALL)
     run()
     expected = file.read_bytes()
+    assert b"static scales clip" in expected
     monkeypatch.setattr(evaluation_run, "BUDGET", 0)
     monkeypatch.setattr(offload, "LEAST", 1)
     loaded: list[str] = []

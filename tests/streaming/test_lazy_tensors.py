@@ -82,3 +82,6 @@ def test_a_shard_of_another_size_is_refused(tmp_path: Path) -> None:
         file.write(b"1")
     with pytest.raises(SourceError, match=r"^model\.safetensors has another size than when its header was read$"):
         tensors.select(["a"])
+    (source / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"^model\.safetensors cannot be read: No such file or directory$"):
+        tensors.select(["a"])
