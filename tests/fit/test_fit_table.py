@@ -367,6 +367,10 @@ def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(t
     memory = int((OVERHEAD + nvfp4.bytes + 2048 * 2048 + 10_000) / UTILIZATION)
     found = fit_table(out, f"{memory}B", context=2048)
     assert (found.best, found.source_fits) == ("nvfp4", False)
+    # But not where it leaves some tokens, and no scheme those that were asked for.
+    memory = int((OVERHEAD + source.bytes + 100 * 2048 + 10_000) / UTILIZATION)
+    said = fit_text(fit_table(out, f"{memory}B", context=2048)).splitlines()[-1]
+    assert said.startswith("as it is the model leaves 104 tokens: serve it with --max-model-len 104 ")
 
 
 def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> None:
@@ -510,3 +514,11 @@ def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path
         PlanError, match=r"^config.json ties the output head to the embedding, although the source has one$"
     ):
         fit_table(tied, "4090", quantize_lm_head=True)
+
+
+def test_what_is_not_known_of_the_cache_leaves_the_weights(tmp_path: Path) -> None:
+    root = qwen(tmp_path / "model", layer_types=["sliding_attention"] * 64, sliding_window="wide")
+    found = fit_table(root, "4090", context="16k")
+    held = {row.scheme: row.holds[0] for row in found.schemes}
+    assert (held["int4"].gpus, held["int4"].longest, held["int4"].sequences) == (1, None, None)
+    assert (held["int8-weights"].gpus, found.best, found.mixture) == (2, "nvfp4", None)

@@ -251,6 +251,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
         (PlanError, {"fit": "2bits"}, small),
         (PlanError, {"fit": "24GB"}, '--fit 24GB leaves 20.1 GB for weights, and the unquantized ones take 0.00839 GB'),
         (PlanError, {"fit": "2GB"}, whole),
+        (PlanError, {"fit": "3x24GB"}, "3 GPUs cannot share this model: they do not divide it"),
         (UsageError, {"scheme": "int4"}, "--fit chooses the schemes, and --scheme is given"),
         (UsageError, {"context": 0}, "a context of 0 tokens holds nothing"),
         (UsageError, {"candidates": "tensor"}, "--candidates names tensor, whose `fp8` config has one scheme for all layers"),

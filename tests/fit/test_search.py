@@ -101,6 +101,7 @@ def test_options_that_do_not_go_together_are_refused(
     for words, message in [
         (("--candidates", "int4"), "--candidates is for --search"),
         (("--text", "x.txt"), "--text is for --search"),
+        (("--report", "page.html"), "--report is for --search"),
         (("--search", "--candidates", "int4,int4"), "--candidates names a scheme twice"),
         (("--search", "--candidates", "int5", "--for", "sglang"), "SGLang does not load int5 of this model: "),
         (("--search", "--text", "missing.txt"), "missing.txt"),
@@ -154,3 +155,23 @@ def test_hundreds_of_units_of_an_equal_size_are_exact() -> None:
     chosen = frontier.choices(index)
     assert [n % 7 for n, choice in enumerate(chosen) if choice] == [6] * 10
     assert np.all(np.diff(frontier.nbytes) > 0) and np.all(np.diff(frontier.kl) < 0)
+
+
+def test_of_a_cpu_it_says_that_its_memory_is_not_known(searched: Path) -> None:
+    found = json.loads((searched / "found.json").read_text())
+    points = tuple(Point(**{**point, "fits": None}) for point in found["points"])
+    lines = frontier_text(SearchResult(**{**found, "gpu": "cpu", "limit": None, "points": points})).splitlines()
+    assert lines[2] == (
+        "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
+    )
+    assert "fits" not in lines[4]
+
+
+def test_with_a_limit_it_is_nearly_as_good() -> None:
+    units = made_up(3, 40, 5)
+    exact, limited = find_frontier(units), find_frontier(units, most=200)
+    assert len(limited.kl) <= 201 < len(exact.kl)
+    for limit in range(int(limited.nbytes[0]), int(exact.nbytes[-1]), 50):
+        best, found = exact.within(limit), limited.within(limit)
+        assert best is not None and found is not None
+        assert limited.kl[found] <= exact.kl[best] * 1.05 + 0.05
