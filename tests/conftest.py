@@ -70,20 +70,17 @@ WALKED_QUICKLY = re.compile(
 
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
-# too, and answers over HTTP but for one; launchers of ranks; interrupts at any place and kills in all passes but a few;
+# too, and answers over HTTP but for one; launchers of ranks; scores of all architectures, and those of a run that goes on;
 # how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
-    "calibration/test_calibrate_verb.py::test_a_killed_run_goes_on",
-    "calibration/test_gptq_verb.py::test_no_rank_outlives_another_in_the_pass",
-    "evaluation/test_eval_resume.py::test_a_run_that_is_ended_twice_gives_the_same_bytes",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
-    "fit/test_fit_verb.py::test_scoring_that_is_killed_continues_and_gives_the_same_scores",
+    "fit/test_fit_verb.py::test_scoring_that_is_stopped_continues_and_gives_the_same_scores",
+    "fit/test_scores.py::test_every_unit_has_a_score_in_every_scheme",
     "formats/test_compiled.py::test_without_a_cache_loops_are_compiled_again",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
     "serve/test_serve_quantized.py",
     "serve/test_serve_text.py",
     "streaming/test_many_layers.py",
-    "streaming/test_streamed.py::test_an_interrupt_at_any_bytecode_of_the_hand_over_ends_all_passes",
     "test_benchmarks.py",
     "test_packaging.py::test_every_verb_works_from_the_wheel",
 )
@@ -176,6 +173,15 @@ def shorten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_answers(monkeypatch)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are saved after every layer."""
+    from openquant.streaming import pass_checkpoint
+
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
 
 
 @pytest.fixture

@@ -382,7 +382,7 @@ def _classes(ending: str, bodies: str) -> list[str]:
 
 
 # How vLLM finds the scheme of an input embedding. It builds those of all other classes without a quantization. Asked of
-# vLLM; tests/serve/test_auto.py asks again.
+# vLLM 0.33.
 BY_NAME = (
     *_classes(
         "ForCausalLM",

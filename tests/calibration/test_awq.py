@@ -94,7 +94,7 @@ def test_query_heads_share_the_scale_of_their_value_head() -> None:
     assert int(found.argmax()) == 32 + 3
 
 
-@pytest.mark.parametrize("most", [16, 100, 5000])
+@pytest.mark.parametrize("most", [100, 5000])
 def test_sampled_rows_are_evenly_spaced(most: int) -> None:
     plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
     reader = Reader(plan.decoded.where, EXAMPLE.joinpath)
@@ -247,8 +247,7 @@ def test_unsupported_options_are_refused(made: Twin, tmp_path: Path) -> None:
         compress(made.source, tmp_path / "out", "int4", awq=True, calibration=tmp_path / "old", workers=1)
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_any_valid_calibration_works(tmp_path: Path, asymmetric: bool) -> None:
+def test_any_valid_calibration_works(tmp_path: Path) -> None:
     """As large as float32 is, next to nothing, or nothing at all."""
     source, reporter = small_checkpoints.write(tmp_path / "source"), Planned()
     path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
@@ -259,7 +258,7 @@ def test_any_valid_calibration_works(tmp_path: Path, asymmetric: bool) -> None:
             assert part is not None
             part[:] = np.resize(np.roll(extreme, number)[: 1 + number % 4], part.shape)
     path.write_bytes(found.to_bytes())
-    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=reporter)
+    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=True, calibration=path, reporter=reporter)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
     assert reporter.plan.options.transforms is not None

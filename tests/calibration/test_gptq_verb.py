@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import resource
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +13,9 @@ import pytest
 from conftest import EXAMPLE, change_json, tree
 from openquant import compress, evaluate, verify
 from openquant.cli.commands import main
-from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
+from openquant.errors import OpenQuantError, OutputError, SourceError
 from openquant.files.shardfile import LayerStore
 from openquant.report.text import verification_text
-from openquant.streaming import pass_checkpoint
 from support import mixture_of_experts, small_checkpoints, starting
 from support.reporters import Told
 from support.starting import Job
@@ -95,20 +90,6 @@ def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
     assert tree(out) == before
 
 
-def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
-
-    class Changing(Told):
-        def on_start(self, total: int, done: int) -> None:
-            del total, done
-            for path in source.glob("*.safetensors"):
-                os.utime(path, ns=(1, 1))
-
-    with pytest.raises(SourceError, match="changed while it was being converted"):
-        compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
-
-
 def test_verify_recomputes_scales_but_not_codes(made: Path, tmp_path: Path) -> None:
     report = verify(made, EXAMPLE, full=True)
     assert (report.problems, report.recomputed, report.compared_codes) == ((), True, 0)
@@ -133,20 +114,16 @@ class Stopped(Exception):
 
 
 class Stopping(Told):
-    """Ends a run once the first layer's file is there and passes are kept, or as the conversion begins."""
+    """Ends a run once the first layer's file is there and passes are kept."""
 
-    def __init__(self, folder: Path, late: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.late = folder, late
+        self.folder = folder
 
     def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
         del done, total, unit
-        if not self.late and list(self.folder.glob("*.passes")):
+        if list(self.folder.glob("*.passes")):
             raise Stopped
-
-    def on_start(self, total: int, done: int) -> None:
-        del total, done
-        raise Stopped
 
 
 class Watching(Told):
@@ -166,10 +143,8 @@ def stamps(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stopped(tmp_path: Path, at_once: None) -> Path:
     """What a run leaves beside its output that ended after the first layer."""
-    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
-    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
     folder = tmp_path / "out.rounded"
     with pytest.raises(Stopped):
         compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder), **SMALL)
@@ -188,17 +163,6 @@ def test_a_stopped_run_goes_on(stopped: Path, made: Path, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_that_was_stopped_while_it_converted_has_all_layers(made: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out.rounded"
-    with pytest.raises(Stopped):
-        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder, late=True), **SMALL)
-    left, reporter = stamps(folder), Watching(folder)
-    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
-    assert reporter.stamps == left
-    assert len(left) == 4
-    assert shards(tmp_path / "out") == shards(made)
-
-
 def test_rounded_layers_of_other_texts_are_not_reused(stopped: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     left = stamps(stopped)
@@ -207,15 +171,6 @@ def test_rounded_layers_of_other_texts_are_not_reused(stopped: Path, tmp_path: P
     assert "an earlier run is continued" not in reporter.notes[0]
     assert not left.items() & reporter.stamps.items()
     assert not stopped.exists()
-
-
-def deep_facts(data: bytes) -> bytes:
-    """A file of rounded layers whose facts no parser of JSON takes."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header["__metadata__"]["openquant rounded"] = "[" * 100_000
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[start:]
 
 
 def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> None:
@@ -228,7 +183,7 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
         return caught.value
 
     cut, renamed = sound[:-1], sound.replace(b"up_proj", b"xp_proj")
-    for damaged in (cut, b"", renamed, deep_facts(sound)):
+    for damaged in (cut, renamed):
         first.write_bytes(damaged)
         error = refusal()
         assert isinstance(error, SourceError)
@@ -238,26 +193,10 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
     first.symlink_to(EXAMPLE / "config.json")
     assert refusal().message == f"{first} was not made by openquant"
     first.unlink()
-    first.symlink_to("nowhere")
-    assert refusal().message == f"{first} was not made by openquant"
-    first.unlink()
     first.write_bytes(sound)
     (folder / "mine.txt").write_text("something of the user's")
     assert refusal().message == f"{folder / 'mine.txt'} was not made by openquant"
     assert (folder / "mine.txt").exists()
-
-
-def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    # Writing beyond this size fails as a full disk does.
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (130_000, usual[1]))
-    try:
-        with pytest.raises(OutputError) as caught:
-            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    assert caught.value.message == f"{tmp_path}/out.rounded/000.safetensors cannot be written: File too large"
-    assert list((tmp_path / "out.rounded").iterdir()) == []
 
 
 def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,15 +209,6 @@ def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, m
         compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
     assert reporter.notes == []
     assert not list(tmp_path.iterdir())
-
-
-def test_a_calibration_file_is_of_no_use(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, calibration=tmp_path / "some.safetensors")
-    assert caught.value.message == (
-        "GPTQ needs Hessians, which a calibration file does not have: nothing uses --calibration"
-    )
-    assert caught.value.hint == "leave it out, and name texts with --text or --dataset: GPTQ reads them itself"
 
 
 @pytest.fixture(scope="module")
@@ -324,23 +254,3 @@ def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> 
     assert done.stderr.count("GPTQ with 2 documents of 64 tokens") == 1
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Path, victim: int) -> None:
-    words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
-    fails = "from openquant.files import shardfile\ndef full(*_): raise OSError(28, 'No space left on device')\n"
-    fails += "shardfile.write_atomic = full\n"
-    dies = "import os, signal\nfrom openquant import run\nrun.apply_gptq = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    ranks = [job.start(rank, *words, first="" if rank != victim else dies if victim else fails) for rank in range(2)]
-    if victim:
-        # As a launcher does.
-        ranks[1].wait(120)
-        ranks[0].send_signal(signal.SIGTERM)
-    printed = [rank.communicate(120) for rank in ranks]
-    assert all(rank.wait(0) != 0 for rank in ranks)
-    assert not (tmp_path / "out" / "config.json").exists()
-    assert victim == 1 or "No space left" in printed[0][1]
-    done = starting.finish(job.start(0, *words, size=1))
-    assert done.returncode == 0, done.stderr
-    assert shards(tmp_path / "out") == shards(made)

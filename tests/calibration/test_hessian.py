@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from openquant.calibration.gptq_pass import (
     MOE_TOKENS,
-    ROWS,
     Hessian,
     HessianObserver,
     LayerHessians,
     find_hessians,
-    in_memory_parts,
     round_layers,
 )
 from openquant.data.corpus import Corpus, Document
@@ -30,7 +28,7 @@ from openquant.formats import compiled, kernels
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.streaming.interleaved import ForwardPass, RoutedTokens, holds_experts, run_interleaved
+from openquant.streaming.interleaved import ForwardPass, holds_experts, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -138,29 +136,6 @@ def test_each_expert_has_the_hessian_of_its_tokens(shelf: Shelf, subtests: pytes
             assert counted or not expected
 
 
-def test_zero_rows_of_llama_4_are_not_tokens(shelf: Shelf) -> None:
-    found = summed(shelf.source("Llama4ForCausalLM"), "Llama4ForCausalLM")
-    [both] = [both for unit in found.values() for both in unit.experts.values()][:1]
-    assert both.first is not None
-    assert both.down is not None
-    tokens = [[hessian.tokens for hessian in stack.by_expert.values()] for stack in (both.first, both.down)]
-    assert tokens[0] == tokens[1]
-    # One expert each.
-    assert sum(tokens[0]) == sum(map(len, IDS))
-
-
-def test_rows_are_selected_by_expert() -> None:
-    rows = torch.arange(12.0).reshape(6, 2)
-    # The last is one that does nothing.
-    routing = RoutedTokens(3, torch.tensor([[0, 2], [2, 0], [2, 3]]))
-    assert [routing.rows_of(expert, rows[:3])[:, 0].tolist() for expert in range(3)] == [[0, 2], [], [0, 2, 4]]
-    at_once = [(expert, own[:, 0].tolist()) for expert, own in routing.split_sorted(rows)]
-    assert [each for each in at_once if each[1]] == [(0, [0, 2]), (2, [4, 6, 8])]
-    routing.passed = 0
-    one_by_one = [found for part in (rows[:2], rows[2:5]) for found in routing.split_sorted(part)]
-    assert [(expert, own[:, 0].tolist()) for expert, own in one_by_one if len(own)] == [(0, [0, 2]), (2, [4, 6, 8])]
-
-
 def test_experts_without_tokens_have_the_hessian_of_the_moe_layer() -> None:
     moe_hessian = Hessian(4, accumulating=True)
     few, none = (Hessian(4, moe_hessian=moe_hessian, accumulating=True) for _ in range(2))
@@ -174,17 +149,6 @@ def test_experts_without_tokens_have_the_hessian_of_the_moe_layer() -> None:
     # A Hessian that is not accumulating belongs to another part.
     few.add(values)
     assert few.upper is None
-
-
-def test_parts_fit_in_memory_or_have_one_hessian() -> None:
-    hessians = [Hessian(width) for width in (10, 10, 10, 100, 10)]
-    assert [[hessian.width for hessian in part] for part in in_memory_parts(hessians, 2 * 4 * 10 * (10 + ROWS))] == [
-        [10, 10],
-        [10],
-        [100],
-        [10],
-    ]
-    assert [len(part) for part in in_memory_parts(hessians, 1 << 20)] == [5]
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])

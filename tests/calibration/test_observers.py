@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +19,6 @@ from openquant.calibration.observers import CacheObserver, RunningStatistics, ob
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming import offload as offload_module
-from openquant.streaming import pass_checkpoint as pass_checkpoint_module
 from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.streaming.offload import OffloadFile
 from openquant.streaming.pass_checkpoint import PassCheckpoint
@@ -135,13 +132,6 @@ def ended_early(root: Path, kept: PassCheckpoint, scratch: OffloadFile | None = 
         )
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are kept after every layer."""
-    monkeypatch.setattr(pass_checkpoint_module, "EVERY", 0)
-    monkeypatch.setattr(pass_checkpoint_module, "TIMES", 0)
-
-
 def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
     with pytest.raises(SourceError) as caught:
         calibrated(shelf.source("HrmTextForCausalLM"), IDS[:1])
@@ -187,32 +177,6 @@ def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, architect
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_continued_pass_computes_no_layer_twice(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through a scratch file too, which hidden states are kept from and come back to."""
-    monkeypatch.setattr(offload_module, "LEAST", 1)
-    with OffloadFile(tmp_path, 0) as scratch:
-        ended_early(source, PassCheckpoint(tmp_path / "x.part", {}), scratch)
-    loaded: list[str] = []
-    load = StreamedModel.load
-
-    def recorded(model: StreamedModel, unit: str) -> None:
-        loaded.append(unit)
-        load(model, unit)
-
-    monkeypatch.setattr(StreamedModel, "load", recorded)
-    with OffloadFile(tmp_path, 0) as scratch:
-        kept = PassCheckpoint(tmp_path / "x.part", {})
-        inputs, cached = observe_inputs(
-            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept
-        )
-    assert loaded == ["", "model.embed_tokens", "model.layers.1"]
-    monkeypatch.setattr(StreamedModel, "load", load)
-    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
-
-
-@pytest.mark.usefixtures("at_once")
 def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, {}))
@@ -226,7 +190,7 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
             "remove it to begin again",
         )
 
-    flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 40))
+    flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 10))
     for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
         path.write_bytes(damaged)
         refused()
@@ -234,19 +198,12 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
 
 def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
     for name in ("x.part", "x.part.new"):
-        for kind in ("pipe", "socket", "directory", "link", "dangling", "device"):
-            root = tmp_path / f"{name} {kind}"
-            root.mkdir()
-            path = root / name
-            if kind in ("link", "dangling", "device"):
-                (root / "file").touch()
-                path.symlink_to({"link": "file", "dangling": "nowhere", "device": "/dev/zero"}[kind])
-            elif kind == "directory":
-                path.mkdir()
-            else:
-                os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
+        for number, make in enumerate((os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"))):
+            path = tmp_path / f"{name}{number}" / name
+            path.parent.mkdir()
+            make(path)
             with pytest.raises(SourceError) as caught:
-                PassCheckpoint(root / "x.part", {})
+                PassCheckpoint(path.parent / "x.part", {})
             assert caught.value.message == f"{path} is not a regular file"
             assert caught.value.hint == "remove it to begin again"
 
@@ -266,16 +223,6 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
     outer.forward = partial(outer.forward, more=object())
     observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", {}))
     assert not list(tmp_path.glob("x.part*"))
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
-    kept = PassCheckpoint(tmp_path / "x.part", {})
-    assert not kept.enter_unit("shared")
-    kept.record_output("shared", torch.zeros(2))
-    assert kept.is_due("shared")
-    kept.enter_unit("shared")
-    assert not kept.is_due("shared")
 
 
 def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
@@ -310,31 +257,6 @@ def test_overflow_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         calibrated(root)
     assert caught.value.message == "the inputs of model.layers.1.mlp.down_proj.weight are not finite on these texts"
-
-
-class Ranks:
-    """Processes that share texts, one after the other; the first comes last, and gets what the others gave."""
-
-    def __init__(self, rank: int, size: int, given: list[bytes]) -> None:
-        self.rank, self.size, self.given = rank, size, given
-
-    def gather(self, data: bytes) -> list[bytes]:
-        if self.rank == 0:
-            return self.given
-        self.given.append(data)
-        return []
-
-    def agree(self, *_: Any) -> list[Any]:
-        raise AssertionError
-
-
-def test_ranks_together_observe_what_one_process_does(tmp_path: Path) -> None:
-    root, size = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM"), 5
-    given: list[bytes] = []
-    for rank in reversed(range(size)):
-        streamed = StreamedModel(open_checkpoint(root))
-        inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
-    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root).to_bytes()
 
 
 def test_squares_of_the_largest_bfloat16_are_finite() -> None:

@@ -12,27 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress, dequantize, evaluate, verify
 from openquant.calibration.smoothing import (
-    apply_smoothing,
-    combine_transforms,
     divide_norm,
     nearest_powers_of_two,
     smoothquant_scale,
     usable_mappings,
 )
 from openquant.errors import OutputError, PlanError, UsageError
-from openquant.files.checkpoint import Fingerprint, open_checkpoint
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import SCHEMES
-from openquant.plan.decisions import PlanOptions
-from openquant.plan.plan import Plan, make_plan
+from openquant.plan.plan import make_plan
 from openquant.weights.reading import Reader
-from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
-from openquant.weights.weight import Weight, WeightTransforms
+from openquant.weights.statistics import Calibration, InputStatistics
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.outlier_channels import twin
@@ -128,8 +123,6 @@ DAMAGE: list[tuple[Callable[[Weights], Any], bool, str]] = [
     (times(f"{UP}_scale", 2, 5), True, f"{UP} does not match {LAYER}.mlp.down_proj"),
     (times(f"{UP}_scale", np.nan, 5), False, "holds nan"),
     (without(f"{UP}_scale"), True, f"{UP}_scale"),
-    (without(f"{LAYER}.self_attn.k_proj.weight_scale"), True, f"{LAYER}.self_attn.k_proj.weight_scale"),
-    (without(UP), True, UP),
     (without(DOWN), True, DOWN),
     (without(NORM), True, f"{NORM} is missing"),
     (with_shape(NORM, 128), True, f"{NORM} is BF16 \\[128\\], the source has BF16 \\[256\\]"),
@@ -142,20 +135,6 @@ def test_damage_is_reported(made: Twin, tmp_path: Path) -> None:
         damaged = small_checkpoints.changed_copy(made.output, tmp_path / str(number), change)
         problems = verify(damaged, made.source, full=full).problems
         assert any(re.search(problem, found) for found in problems), (problem, problems)
-
-
-def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -> None:
-    source = twin(EXAMPLE, tmp_path / "source")
-    small_checkpoints.change_weights(source, lambda held: held["model.layers.0.mlp.up_proj.weight"][3, :].fill_(3e38))
-    found = replace(read_calibration(made.calibration), model=Fingerprint(open_checkpoint(source)).hexdigest())
-    (tmp_path / "of").write_bytes(found.to_bytes())
-    reporter = Planned()
-    # Multiplied columns would be infinite: the estimated error excludes this mapping.
-    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
-    assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(
-        reporter.plan.notes
-    )
-    assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
 def test_a_divided_norm_without_multiplied_columns_is_a_change(shelf: Shelf, tmp_path: Path) -> None:
@@ -190,84 +169,29 @@ def opened(root: Path) -> Reader:
     return Reader(checkpoint.where, root.joinpath)
 
 
-def transforms_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransforms:
-    reader, calibration = opened(root), read_calibration(skewed(plan, root / "of"))
-    parts = []
-    for mapping in usable_mappings(plan).mappings:
-        scale = smoothquant_scale(mapping, reader, plan, calibration, exponent)
-        if not isinstance(scale, str):
-            parts.append(apply_smoothing(mapping, scale, plan, reader))
-    assert parts
-    return combine_transforms(parts, plan)
-
-
-def logits(root: Path) -> torch.Tensor:
-    ids = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float64, experts_implementation="eager").eval()
-        return model(input_ids=ids, use_cache=False).logits
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_smoothed_model_computes_the_same(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
-    for architecture in ["Qwen2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"]:
+def test_any_architecture_is_verified(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """A router and a bias, which stay as they are stored, are smoothed too."""
+    smoothed = {
+        "Qwen3MoeForCausalLM": "model.layers.1.mlp.gate.weight",
+        "Qwen2ForCausalLM": "model.layers.1.self_attn.v_proj.bias",
+    }
+    for architecture, name in smoothed.items():
         with subtests.test(architecture=architecture):
-            root = tmp_path_factory.mktemp("row")
-            source = small_checkpoints.write(root / "source", architecture, dtype="float32")
-            plan = make_plan(open_checkpoint(source), INT8)
-            transforms = transforms_of(plan, source)
-            reader, changed = opened(source), dict[str, torch.Tensor]()
-            tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
-            weights = small_checkpoints.read(source)
-            for weight in (*tuned.layers.values(), *(kept.smoothed for kept in tuned.decisions.passthrough)):
-                if not isinstance(weight, Weight):
-                    continue
-                values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
-                changed[f"{weight.module}.weight"] = torch.from_numpy(values)
-            for name, data in transforms.tensors.items():
-                changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
-            assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
-            folded = root / "folded"
-            folded.mkdir()
-            (folded / "config.json").write_bytes((source / "config.json").read_bytes())
-            save_file({**weights, **changed}, folded / "model.safetensors", {"format": "pt"})
-            before, after = logits(source), logits(folded)
-            assert (before - after).abs().max() < 1e-4 * before.abs().max()
-
-
-def test_any_architecture_is_verified(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
-    for architecture in ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM"]:
-        with subtests.test(architecture=architecture):
-            root = tmp_path_factory.mktemp("row")
-            source = small_checkpoints.write(root / "source", architecture)
-            plan = make_plan(open_checkpoint(source), INT8)
-            out = root / "out"
-            compress(source, out, "int8", smooth=0.5, calibration=skewed(plan, root / "of.safetensors"))
+            source, out = tmp_path / architecture, tmp_path / f"{architecture}-out"
+            plan = make_plan(open_checkpoint(small_checkpoints.write(source, architecture)), INT8)
+            compress(
+                source, out, "int8", smooth=0.5, calibration=skewed(plan, tmp_path / f"{architecture}.safetensors")
+            )
             report = verify(out, source, full=True)
             assert (report.problems, report.equal_share) == ((), 1)
             assert "smoothed" in report.notes[0]
+            norm = "model.layers.1.input_layernorm.weight"
             found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
-            lasts = {
-                name.split(".", 3)[-1]
-                for name, tensor in weights.items()
-                if name in found and found[name].dtype == tensor.dtype and not torch.equal(found[name], tensor)
-            }
-            assert any("layernorm.weight" in name for name in lasts)
-            if architecture == "Qwen3MoeForCausalLM":
-                assert "mlp.gate.weight" in lasts
-                small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
-                [problem] = verify(out, source).problems
-                assert re.search(r"mlp\.gate\.weight differs from .* after smoothing", problem)
-            if architecture == "Qwen2ForCausalLM":
-                assert "self_attn.v_proj.bias" in lasts
-                small_checkpoints.change_weights(
-                    out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3)
-                )
-                [problem] = verify(out, source).problems
-                assert "v_proj.bias differs from the source's after smoothing" in problem
+            assert not any(torch.equal(found[each], weights[each]) for each in (norm, name))
+
+            small_checkpoints.change_weights(out, lambda held, name=name: held[name].view(-1)[3].mul_(3))
+            [problem] = verify(out, source).problems
+            assert re.search(rf"{re.escape(name)} differs from .* after smoothing", problem)
 
 
 def test_tensors_that_cannot_be_divided_are_not(tmp_path: Path) -> None:
@@ -285,14 +209,6 @@ def test_tensors_that_cannot_be_divided_are_not(tmp_path: Path) -> None:
             [name] = other
             missing = {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places}
             assert missing == {name.rpartition(".")[0]}, other
-
-
-def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Planned()
-    result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=reporter)
-    assert result.dry_run
-    assert "smoothing factors are chosen when the weights are read, not in a dry run" in "; ".join(reporter.plan.notes)
-    assert not list(tmp_path.iterdir())
 
 
 def test_unsupported_options_are_refused(tmp_path: Path) -> None:
@@ -348,15 +264,6 @@ def test_a_mapping_that_does_not_help_is_not_used(tmp_path: Path) -> None:
     few[0].absmax[:] = 1
     found = smoothquant_scale(first, reader, plan, Calibration(few, "", {}), 0.5)
     assert isinstance(found, str)
-
-
-def test_models_without_mappings_are_not_smoothed(tmp_path: Path) -> None:
-    source, reporter = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
-    calibration = skewed(make_plan(open_checkpoint(source), INT8), tmp_path / "of")
-    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=reporter)
-    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in reporter.plan.notes
-    assert "folded" not in (tmp_path / "out" / "README.md").read_text()
-    assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
 def test_scales_are_powers_of_two_with_median_one() -> None:

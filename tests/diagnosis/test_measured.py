@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from conftest import EXAMPLE, ROOT
-from openquant import compress, diagnose, verify
+from openquant import diagnose, verify
 from openquant.cli.commands import main
 from openquant.diagnosis.result import MEASURED, MODEL
 from openquant.formats.hardware import SCHEME_NAMES
 from support import small_checkpoints
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
-
-# Smaller texts than a user would take.
-TEXTS = ["--samples", "2", "--length", "16"]
 
 
 def test_the_figures_are_those_of_the_results() -> None:
@@ -65,19 +62,9 @@ def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
 
 
 def test_options_that_read_texts_can_be_typed(tmp_path: Path) -> None:
-    command = ["compress", "-m", str(EXAMPLE), "-o", str(tmp_path / "out"), "-q", *TEXTS]
+    command = ["compress", "-m", str(EXAMPLE), "-o", str(tmp_path / "out"), "-q"]
     for options in sorted({row.options for row in MEASURED if row.readings}):
         assert main([*command, *shlex.split(options), "--dry-run"]) == 0, options
-    options = "--scheme int4 --awq --gptq"
-    assert main([*command, *shlex.split(options)]) == 0
-    sizes = {choice.options: choice.bytes for choice in diagnose(EXAMPLE, "int4").choices}
-    assert verify(tmp_path / "out").nbytes == sizes[options]
-
-
-def test_ignored_layers_stay_out_of_sizes(example: Path) -> None:
-    some, every = (diagnose(example, "int8", ignore=ignore) for ignore in (["**.down_proj"], []))
-    assert [choice.options for choice in some.choices] == [choice.options for choice in every.choices]
-    assert all(one.bytes > other.bytes for one, other in zip(some.choices, every.choices, strict=True))
 
 
 def test_a_quantized_source_gains_nothing_by_texts(tmp_path: Path) -> None:
@@ -118,12 +105,8 @@ def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(
         "1 of 14 layers lose more than twice what normally distributed weights do, or cannot be stored: "
         "model.layers.1.mlp.down_proj; none does with --scheme channel or mxfp8\n"
     ) in text
-    # What it says is what compress does.
-    for scheme, most in (("tensor", 1.0), ("channel", 0.03)):
-        compress(source, tmp_path / scheme, scheme)  # type: ignore[arg-type]
-        layer = found.worst[0]
-        assert layer.row_errors[scheme] < most
-    assert found.worst[0].row_errors["tensor"] > 2 * found.normal["tensor"]
+    errors = found.worst[0].row_errors
+    assert errors["channel"] < 0.03 < 2 * found.normal["tensor"] < errors["tensor"]
 
 
 def test_a_weight_too_large_for_the_scheme_is_conspicuous(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from openquant import compress
 from openquant.data.domains import read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation import as_served
 from openquant.evaluation.as_served import Fp8Cache, ServedModel, compare_answers, round_activations
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import ActivationQuantization
@@ -101,23 +101,13 @@ def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
     assert served(source).cache() is None
 
 
-def test_each_model_answers_as_it_is_served_up_to_the_ends_of_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = []
-
-    def continued(model: StreamedModel, prompts: Any, ends: Any, tokens: int, around: Any, *more: Any, **_: Any) -> Any:
-        given.append((model, ends, around, more[:1]))
-        return [()]
-
-    monkeypatch.setattr(as_served, "continue_prompts", continued)
-    # Of the output's own file nothing is read.
-    output = served(shutil.copytree(EXAMPLE, tmp_path / "out"))
-    (tmp_path / "out" / "generation_config.json").write_text('{"eos_token_id": 7}')
-    source, tokenizer = StreamedModel(open_checkpoint(EXAMPLE)), load_tokenizer(EXAMPLE)
-    compare_answers(source, [output], tokenizer, read_prompts(None, tokenizer)[:1])
-
-    [(first, ends, around, _), second] = given
-    assert first is source and ends == (0,) == as_served.end_tokens(EXAMPLE, source.checkpoint.config)
-    assert (around.func, around.args) == (as_served.products_in_float32, ("cpu",))
-    assert second == (output.model, ends, output.round_inputs, (output.cache,))
+def test_answers_end_where_the_source_says(tmp_path: Path) -> None:
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(2048)]}))
+    tokenizer = load_tokenizer(EXAMPLE)
+    prompts = read_prompts(None, tokenizer)[:1]
+    for first, second, ended in ((source, EXAMPLE, True), (EXAMPLE, source, False)):
+        model = StreamedModel(open_checkpoint(first))
+        [[shown]] = compare_answers(model, [served(second)], tokenizer, prompts)
+        for answer in (shown["source"], shown["output"]):
+            assert (len(tokenizer.encode(answer)) == 1) is ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,27 +22,19 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.source import Source
 from openquant.models import MODELS
 from openquant.options import Evaluate
-from openquant.streaming import offload, pass_checkpoint
+from openquant.streaming import offload
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
-from support.killed import run_killed
 from support.reporters import Told
+from support.small_checkpoints import change_weights
 from support.task_files import write_lines
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
-WORDS = ("--source", EXAMPLE, "--samples", 2, "--length", 48)
-pytestmark = pytest.mark.usefixtures("short_answers")
+pytestmark = pytest.mark.usefixtures("short_answers", "at_once")
 
 
 class Stopped(Exception):
     """Ends a run, as a kill would."""
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are saved after every layer."""
-    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
-    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output whose activations engines round, and one with rounded weights alone."""
     folder = tmp_path_factory.mktemp("made")
     compress(EXAMPLE, folder / "fp8", "tensor")
+    # Values of the first layer that an FP8 cache does not hold.
+    scale = "model.layers.0.self_attn.v_proj.weight_scale"
+    change_weights(folder / "fp8", lambda held: held[scale].mul_(3000))
     compress(EXAMPLE, folder / "int4", "int4")
     return folder
 
@@ -73,45 +69,15 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, run: Callable[[], ob
         run()
 
 
-def test_a_run_that_is_ended_twice_gives_the_same_bytes(
-    outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two outputs, questions of tasks, which are packed to sequences of different lengths, and answers to a prompt."""
-    task = write_lines(tmp_path / "mine.jsonl", 7)
-    given = {"tasks": task, "kv_cache": "fp8", "scratch": tmp_path / "there", **SMALL}
-    (tmp_path / "there").mkdir()
-    evaluate(outputs, EXAMPLE, **given)
-    expected = [(output / "eval.json").read_bytes() for output in outputs]
-    names = sorted(path.name for path in tmp_path.iterdir())
-    for output in outputs:
-        (output / "eval.json").unlink()
-    words = ["eval", *outputs, *WORDS, "--tasks", task, "--kv-cache", "fp8", "--scratch", tmp_path / "there"]
-    part = tmp_path / "there" / "fp8.eval.json.part"
-    seen = Told()
-    # By a kill as it saves, and once more after that.
-    assert "; an earlier run is continued" not in run_killed(2, *words)
-    assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
-    assert units_of(part) == ["model.layers.0"]
-    stop_after(monkeypatch, 2, lambda: evaluate(outputs, EXAMPLE, **given, reporter=seen))
-    assert seen.notes.pop().endswith("; an earlier run is continued")
-    assert units_of(part) == [f"model.layers.{number}" for number in range(3)]
-    seen.steps.clear()
-    evaluate(outputs, EXAMPLE, **given, reporter=seen)
-    assert seen.notes[0].endswith("; an earlier run is continued")
-    assert [step for step, _ in seen.steps] == sorted(step for step, _ in seen.steps)
-    assert seen.steps[-1][0] == seen.steps[-1][1]
-    assert [(output / "eval.json").read_bytes() for output in outputs] == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert not list(part.parent.iterdir())
-
-
 def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a scratch file too, which hidden states are saved from and come back to. No layer is computed twice."""
+    """Of two outputs, with questions of tasks, and through a scratch file too. No layer is computed twice."""
     # Answers would load all layers once more.
     monkeypatch.setattr(as_served, "BUILT_IN", 0)
-    (output, _), file = outputs, tmp_path / "results.json"
-    evaluate(output, EXAMPLE, out=file, **SMALL)
+    task, file = write_lines(tmp_path / "mine.jsonl", 3), tmp_path / "results.json"
+    run = partial(evaluate, outputs, EXAMPLE, out=file, tasks=task, kv_cache="fp8", **SMALL)
+    run()
     expected = file.read_bytes()
+    assert b"static scales clip" in expected
     monkeypatch.setattr(evaluation_run, "BUDGET", 0)
     monkeypatch.setattr(offload, "LEAST", 1)
     loaded: list[str] = []
@@ -123,22 +89,26 @@ def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, mo
 
     for saves in (1, 4):
         file.unlink(missing_ok=True)
-        stop_after(monkeypatch, saves, lambda: evaluate(output, EXAMPLE, out=file, **SMALL))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "fp8.results.json.part", "int4"]
+        stop_after(monkeypatch, saves, run)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "fp8",
+            "fp8.results.json.part",
+            "int4",
+            "mine.jsonl",
+        ]
+        seen = Told()
         with monkeypatch.context() as patch:
             patch.setattr(StreamedModel, "load", recorded)
-            evaluate(output, EXAMPLE, out=file, **SMALL)
+            run(reporter=seen)
         assert file.read_bytes() == expected
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "int4", "results.json"]
-    # Of both models, in the run that was stopped after one of four layers; the other had computed all.
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "int4", "mine.jsonl", "results.json"]
+        assert seen.notes[0].endswith("; an earlier run is continued")
+        steps = [step for step, _ in seen.steps]
+        assert steps == sorted(steps) and steps[-1] == seen.steps[-1][1]
+    # Of three models, in the run that was stopped after one of four layers; the other had computed all.
     assert [unit for unit in loaded if "layers" in unit] == [
-        f"model.layers.{number}" for number in (1, 2, 3) for _ in range(2)
+        f"model.layers.{number}" for number in (1, 2, 3) for _ in range(3)
     ]
-
-
-def units_of(part: Path) -> list[str]:
-    """The units that saved passes are through."""
-    return sorted(PassCheckpoint(part, {}).done)
 
 
 def stopped(output: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Path:
@@ -195,6 +165,13 @@ def saved_at(directory: Path, out: Path | None = None) -> Path | None:
 
 
 def test_the_place_of_saved_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Beside the first output that is a directory; never in the Hub's cache.
+    far = Source(tmp_path / "hf" / "snapshots" / "0", "name", "org/name", "0" * 40)
+    near = Source(tmp_path / "models" / "out", "out", None, None)
+    places = [
+        evaluation_run._scratch_directory(Evaluate(["out"], "org/name"), [far, *of]) for of in ([far, near], [far])
+    ]
+    assert places == [tmp_path / "models", Path()]
     assert saved_at(tmp_path) == tmp_path / "name.eval.json.part"
     assert saved_at(tmp_path, Path("there", "results.json")) == tmp_path / "name.results.json.part"
     # Classes that may keep more than arguments between layers.
@@ -203,9 +180,5 @@ def test_the_place_of_saved_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             patch.setattr(evaluation_run, "known_architecture", lambda _, entry=entry: entry)
             assert saved_at(tmp_path) is None
     access = os.access
-
-    def unwritable(path: Any, mode: int, **more: Any) -> bool:
-        return Path(path) != tmp_path and access(path, mode, **more)
-
-    monkeypatch.setattr(os, "access", unwritable)
+    monkeypatch.setattr(os, "access", lambda path, *more, **words: path != tmp_path and access(path, *more, **words))
     assert saved_at(tmp_path) is None

@@ -86,20 +86,15 @@ def test_log_probabilities_are_those_of_lm_evals_own_model(in_float32: Path) -> 
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    pairs = [
-        *PAIRS,
-        *(
-            (f"Question: {each['question']}\nAnswer:", f" {choice}")
-            for each in questions()
-            for choice in each["choices"]
-        ),
+    asked_of_tasks = [
+        (f"Question: {each['question']}\nAnswer:", f" {choice}") for each in questions() for choice in each["choices"]
     ]
+    pairs = [*PAIRS, *asked_of_tasks]
     theirs = HFLM(pretrained=str(in_float32), device="cpu", dtype="float32", batch_size=4)
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     expected = theirs.loglikelihood(asked, disable_tqdm=True)
     found = scored(in_float32, pairs, 128)
     assert found.packed and len(found.packs) < len(pairs) / 3
-    assert found.scores.loglikelihoods(0) == pytest.approx([value for value, _ in expected], rel=1e-3)
     assert found.scores.loglikelihoods(0) == pytest.approx([value for value, _ in expected], rel=1e-4, abs=1e-3)
     assert found.scores.greedy(0).tolist() == [top for _, top in expected]
     assert np.array_equal(found.scores.loglikelihoods(1), found.scores.loglikelihoods(0))
@@ -178,19 +173,11 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
     # What is measured on texts is the same without tasks.
     assert without_tasks(evaluate(output, EXAMPLE, **SMALL, out=tmp_path / "e.json")) == without_tasks(found)
     text = evaluation_text(found.to_json(), found.notes)
-    assert re.search(
-        r"^ +questions +source +output +difference +95 % +p +recovery +lost +gained +other +KL$", text, re.M
-    )
-    assert re.search(
-        r"^  mine, acc +5 +\d+\.0 % .*\n  mine, acc_norm .*\n  theirs, acc +5 .*\n  all questions, acc +10 ", text, re.M
-    )
+    rows = [r"mine, acc +5 +\d+\.0 % .*", "mine, acc_norm .*", "theirs, acc +5 .*", "all questions, acc +10 .*"]
+    assert re.search("^  " + r"\n  ".join(rows) + "$", text, re.M)
     assert of_tasks["reading"] in text
     card = evaluated_card("# A card\n", "me/it", one)
-    assert re.search(
-        r"^\| accuracy on tasks \| [\d.]+ % -> [\d.]+ %, recovery .*, 10 questions of mine, theirs \(acc\) \|$",
-        card,
-        re.M,
-    )
+    assert re.search(r"^\| accuracy on tasks \| .*, 10 questions of mine, theirs \(acc\) \|$", card, re.M)
     # The files are nobody else's; a task of lm-eval is everybody's.
     assert f"--source {EXAMPLE.name} --samples 2" in card.replace(str(EXAMPLE), EXAMPLE.name)
     named = {**one, "tasks": {**of_tasks, "named": ["arc_easy", "mine.jsonl", "my.yaml"]}}
@@ -243,16 +230,9 @@ def test_a_task_of_lm_eval_asks_for_lm_eval(
         "error: arc_easy is not a file, and lm-eval, which has tasks, is not installed\n"
         "hint: pip install 'openquant-llm[tasks]'\n"
     )
-
-
-def test_names_may_be_longer_together_than_the_name_of_a_file(
-    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for names in (",".join(f"task_{number}" for number in range(1000)), "task_0" * 1000):
-        code, _, stderr = command(capsys, output, "--tasks", names)
-        assert (code, len(stderr.splitlines())) == (2, 2)
-        assert stderr.startswith("error: task_0")
+    # Names may be longer together than that of a file.
+    code, _, stderr = command(capsys, output, "--tasks", ",".join(f"task_{number}" for number in range(1000)))
+    assert (code, stderr.startswith("error: task_0"), len(stderr.splitlines())) == (2, True, 2)
 
 
 def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path, tmp_path: Path) -> None:
@@ -281,17 +261,12 @@ def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path,
 def test_other_tasks_of_lm_eval_are_refused(tmp_path: Path) -> None:
     generated = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}"}
     whole = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}"}
+    generates = {**generated, "metric_list": [{"metric": "exact_match"}]}
     rows: list[tuple[dict[str, Any], str]] = [
-        (
-            {**generated, "metric_list": [{"metric": "exact_match"}]},
-            "mine of lm-eval asks for generated texts, which an engine generates",
-        ),
-        (
-            {**whole, "metric_list": [{"metric": "word_perplexity"}]},
-            "mine of lm-eval asks for the probability of whole texts",
-        ),
+        (generates, "mine of lm-eval asks for generated texts, which an engine generates"),
+        ({**whole, "metric_list": [{"metric": "word_perplexity"}]}, "mine of lm-eval asks for the probability of whole texts"),
         ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "lm-eval cannot make the questions of "),
-    ]
+    ]  # fmt: skip
     for number, (settings, says) in enumerate(rows):
         with pytest.raises(OpenQuantError) as caught:
             read_tasks([write_lm_eval(tmp_path / str(number), **settings)], None)
@@ -300,17 +275,11 @@ def test_other_tasks_of_lm_eval_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_yaml_without_a_task_is_refused(tmp_path: Path) -> None:
-    for text in ("a: [", "a: 1", "- 1", "task: !!bool x"):
-        path = tmp_path / "t.yaml"
-        path.write_text(text)
-        with pytest.raises(SourceError) as caught:
-            read_tasks([path], None)
-        assert str(caught.value).startswith(f"lm-eval cannot make the questions of {path}: "), text
-
-
-def test_a_task_is_taken_from_the_file_that_is_named(tmp_path: Path) -> None:
-    first = write_lm_eval(tmp_path / "a")
-    assert read_tasks([shutil.copy(first, first.with_name("zero.yml"))], 1).questions == 1
+    path = tmp_path / "t.yaml"
+    path.write_text("a: 1")
+    with pytest.raises(SourceError) as caught:
+        read_tasks([path], None)
+    assert str(caught.value).startswith(f"lm-eval cannot make the questions of {path}: ")
 
 
 def test_tasks_have_a_metric_in_common(tmp_path: Path) -> None:

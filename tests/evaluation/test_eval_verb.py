@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,23 +10,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import EXAMPLE, ROOT, change_json, shorten_answers
+from conftest import EXAMPLE, change_json, shorten_answers
 from openquant import OpenQuantError, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import as_served
 from openquant.evaluation import run as evaluation
 from openquant.evaluation.results import Evaluation
-from openquant.evaluation.run import _scratch_directory
 from openquant.files import destination
 from openquant.files.cards import find_evaluation, read_evaluation
 from openquant.files.checkpoint import open_checkpoint
-from openquant.hub.source import Source
 from openquant.options import Evaluate
-from openquant.report import html
 from openquant.report.text import evaluation_text
 from openquant.streaming.offload import OffloadFile
-from support import starting
 from support.reporters import Told
 
 SMALL = {"samples": 2, "length": 48}
@@ -178,19 +173,6 @@ def test_a_config_that_is_refused_is_said_whose_it_is(output: Path) -> None:
     assert "tiny-FP8: config.json has 1000000000 layers" in refused(SourceError, output)
 
 
-def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
-    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OutputError("the disk is full", "free some space")
-
-    monkeypatch.setattr(html, "write_evaluated", full)
-    words = ("eval", output, "--source", EXAMPLE, *QUICK, "--json", "--report", tmp_path / "a.html")
-    code, stdout, stderr = run_main(capsys, *words)
-    assert (code, stderr.splitlines()[-2:]) == (2, ["error: the disk is full", "hint: free some space"])
-    assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
-
-
 def test_figures_are_printed_even_if_the_disk_is_full(
     output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,22 +181,10 @@ def test_figures_are_printed_even_if_the_disk_is_full(
 
     monkeypatch.setattr(destination, "write_atomic", full)
     error = f"error: {output / 'eval.json'} cannot be written: No space left on device"
-    code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *QUICK)
-    assert code == 2
-    assert stderr.splitlines()[-2:] == [error, "hint: free some space, or name another file with --out"]
-    assert stdout.startswith("tiny-FP8: close: ") and "wrote" not in stdout
-    code, stdout, _ = run_main(capsys, "eval", output, "--source", EXAMPLE, *QUICK, "--json")
-    assert (code, json.loads(stdout)["outputs"][0]["output"]["name"]) == (2, "tiny-FP8")
-
-
-def test_figures_are_written_even_if_they_cannot_be_printed(output: Path) -> None:
-    code = (
-        "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
-        "from openquant.cli.start import main; sys.exit(main())"
-    )
-    done = starting.run(["-c", code, "eval", output, "--source", EXAMPLE, *QUICK], cwd=ROOT, env=os.environ)
-    assert (done.returncode, "error: stdout cannot be written" in done.stderr) == (2, True)
-    assert read_evaluation(output)["output"]["name"] == "tiny-FP8"
+    hint = "hint: free some space, or name another file with --out"
+    code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *QUICK, "--json")
+    assert (code, stderr.splitlines()[-2:]) == (2, [error, hint])
+    assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
 
 
 def refused_options(**options: Any) -> str:
@@ -238,26 +208,13 @@ def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_pa
     assert "--out /dev/null is a link, a pipe or a device" in refused(UsageError, output, out="/dev/null")
 
 
-def test_only_what_is_at_the_floor_is_said_to_be_near_it(made: Path, tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "tiny-INT8", "int8-weights")
-    found = evaluate([made, tmp_path / "tiny-INT8"], EXAMPLE, **SMALL, no_prompts=True, out=tmp_path / "all.json")
-    far, near = found.outputs
-    assert far["kl"]["mean"] > 8 * far["floor"]["kl"] and near["kl"]["mean"] < 2 * near["floor"]["kl"]
-    assert (far["verdict"], near["verdict"]) == ("close", "same")
-    told = evaluation_text(found.to_json(), found.notes).partition("\ntiny-FP8:\n")[2]
-    of_far, _, of_near = told.partition("\ntiny-INT8:\n")
-    assert "does not predict which output" not in of_far
-    assert "\n  so near the floor, KL does not predict which output does better in benchmarks\n" in of_near
-
-
-def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path) -> None:
-    def advanced(done: int, total: int) -> None:
-        raise AssertionError("models run already")
-
-    file = tmp_path / "prompts.jsonl"
-    for text in ("", "\x00\n"):
-        file.write_text(text)
-        assert file.name in refused(SourceError, output, prompts=file, reporter=Told(advanced))
+def test_only_what_is_at_the_floor_is_said_to_be_near_it(measured: Measured) -> None:
+    [far] = measured.found.outputs
+    assert (far["verdict"], far["kl"]["mean"] > 8 * far["floor"]["kl"]) == ("close", True)
+    said = "\n  so near the floor, KL does not predict which output does better in benchmarks\n"
+    assert said not in evaluation_text(measured.found.to_json(), ())
+    near = {**far, "verdict": "same", "kl": {**far["kl"], "mean": far["floor"]["kl"]}}
+    assert said in evaluation_text({**measured.found.to_json(), "outputs": [near]}, ())
 
 
 def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +240,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return places
 
 
-def test_what_memory_has_no_room_for_waits_beside_the_output(
+def test_what_memory_has_no_room_for_waits_in_a_file(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = spied(monkeypatch)
@@ -293,21 +250,8 @@ def test_what_memory_has_no_room_for_waits_beside_the_output(
     assert places == []
     # As little as --max-memory leaves of a larger model.
     monkeypatch.setattr(evaluation, "BUDGET", 1)
-    evaluate([output], EXAMPLE, **LONGER, no_prompts=True, out=tmp_path / "tight.json")
-    assert set(places) == {output.parent}
-    assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
-    places.clear()
-    evaluate([output], EXAMPLE, **LONGER, no_prompts=True, scratch=tmp_path / "there")
+    evaluate([output], EXAMPLE, **LONGER, no_prompts=True, out=tmp_path / "tight.json", scratch=tmp_path / "there")
     assert set(places) == {tmp_path / "there"}
+    assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
     assert list((tmp_path / "there").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "roomy.json", "tight.json"])
-
-
-def test_the_place_of_what_comes_from_the_hub(tmp_path: Path) -> None:
-    """Beside the first output that is a directory; never in the Hub's cache."""
-    near = Source(tmp_path / "models" / "out", "out", None, None)
-    far = Source(tmp_path / "hf" / "snapshots" / "0", "name", "org/name", "0" * 40)
-    asked = Evaluate(["out"], "org/name")
-    assert _scratch_directory(asked, [far, far, near]) == tmp_path / "models"
-    assert _scratch_directory(asked, [near, far]) == Path()
-    assert _scratch_directory(Evaluate(["out"], "org/name", scratch="there"), [far, near]) == Path("there")

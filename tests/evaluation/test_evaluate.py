@@ -30,9 +30,7 @@ from openquant.streaming.offload import OffloadFile
 from support import small_checkpoints
 
 Tensors = dict[str, torch.Tensor]
-ROUNDED = ("tensor", "channel", "block", "int8", "nvfp4-w4a4")
-WEIGHTS_ONLY = ("int8-weights", "nvfp4", "mxfp4")
-SCHEMES = (*ROUNDED, *WEIGHTS_ONLY)
+SCHEMES = ("tensor", "channel", "block", "int8-weights", "nvfp4-w4a4")
 
 
 def corpus(low: int = 4, high: int = 2048, count: int = 4, length: int = 64) -> Corpus:
@@ -93,15 +91,6 @@ def test_perplexity_is_that_of_a_plain_loop(found: Mapping[str, Any]) -> None:
     assert found["tensor"]["perplexity"]["source"] == pytest.approx(math.exp(total / count), rel=0.01)
 
 
-def test_integers_are_nearer_than_fp8_and_activations_cost_more_than_weights(found: Mapping[str, Any]) -> None:
-    assert found["int8"]["kl"]["mean"] < 0.3 * found["channel"]["kl"]["mean"]
-    for scheme in ROUNDED:
-        assert found[scheme]["weights_only"]["kl"] < 0.6 * found[scheme]["kl"]["mean"]
-    for scheme in WEIGHTS_ONLY:
-        assert found[scheme]["weights_only"]["kl"] == found[scheme]["kl"]["mean"]
-    assert found["channel"]["kl"]["mean"] < found["nvfp4"]["kl"]["mean"] < 0.8 * found["mxfp4"]["kl"]["mean"]
-
-
 def test_what_is_found_is_what_eval_json_holds(found: Mapping[str, Any]) -> None:
     for one in found.values():
         check_evaluation(json.loads(json.dumps(one, allow_nan=False)))
@@ -118,6 +107,9 @@ def test_the_floor_lies_below_all_and_a_source_beside_itself_is_the_same(found: 
     assert 0 < found["tensor"]["floor"]["kl"] < found["int8-weights"]["kl"]["mean"]
     itself = judge(EXAMPLE, EXAMPLE).outputs[0]
     assert (itself["kl"]["mean"], itself["top1"], itself["verdict"], itself["suspects"]) == (0, 1, "same", [])
+    # What rounded activations cost comes on top, where they are rounded.
+    assert found["channel"]["weights_only"]["kl"] < 0.6 * found["channel"]["kl"]["mean"]
+    assert found["int8-weights"]["weights_only"]["kl"] == found["int8-weights"]["kl"]["mean"]
 
 
 def test_it_is_the_same_again_alone_and_from_a_scratch_file(
@@ -143,13 +135,6 @@ def spoilt(
     if config is not None:
         change_json(target / "config.json", config)
     return target
-
-
-def test_a_cache_in_fp8_that_no_config_asks_for(found: Mapping[str, Any], converted: Mapping[str, Path]) -> None:
-    """With scales of 1."""
-    asked = judge(EXAMPLE, converted["channel"], kv_cache="fp8").outputs[0]
-    assert (asked["kv_cache"], found["channel"]["kv_cache"]) == ("fp8", "auto")
-    assert asked["kl"]["mean"] > 1.2 * found["channel"]["weights_only"]["kl"]
 
 
 def test_experts_of_which_each_gets_all_tokens(tmp_path: Path) -> None:
@@ -204,9 +189,8 @@ def test_a_source_whose_answers_overflow_is_not_called_the_same(tmp_path: Path) 
         judge(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"])
-def test_other_architectures_have_no_suspects(architecture: str, tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
+def test_another_architecture_has_no_suspects(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
     compress(source, tmp_path / "out", "channel")
     found = judge(source, tmp_path / "out", texts=corpus(10, 500, count=2, length=24))
     assert found.outputs[0]["suspects"] == []
@@ -238,46 +222,46 @@ def test_float32_values_go_to_either_neighbour_by_how_near_they_are() -> None:
     assert (made > 1).float().mean() == pytest.approx(0.3, abs=0.01)
 
 
-def test_zero_stays_and_nothing_becomes_infinite() -> None:
+def test_zero_stays_nothing_becomes_infinite_and_nan_no_number() -> None:
     largest = torch.finfo(torch.bfloat16).max
     values = torch.tensor([0.0, -0.0, largest, -largest]).repeat(1000).bfloat16()
     made = stochastic_round(values, chance())
     assert made.isfinite().all()
     assert (made.reshape(-1, 4)[:, :2] == 0).all()
-
-
-def test_float16_does_not_become_infinite_and_nan_no_number() -> None:
     assert stochastic_round(torch.full((4096,), 65504.0).half(), chance()).isfinite().all()
     nan = torch.full((4096,), 0x7FFF, dtype=torch.int16).view(torch.bfloat16)
     assert stochastic_round(nan, chance()).isnan().all()
-    assert stochastic_round(torch.full((8,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32), chance()).isnan().all()
 
 
 def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-            return x, "beside"
-
-    one, pair = nn.Identity(), Pair()
-    noise = RoundingNoise([one, pair])
+    module = nn.Identity()
+    noise = RoundingNoise([module])
     x = torch.randn(1000, generator=chance()).bfloat16()
-    assert torch.equal(one(x), x)
 
     def noisy(seed: int) -> list[torch.Tensor]:
-        source = partial(noise.drawn_from, torch.Generator().manual_seed(seed))
+        source = partial(noise.drawn_from, chance(seed))
         with source():
-            first = one(x)
+            first = module(x)
         # Something else is computed in between.
-        with noise.drawn_from(torch.Generator().manual_seed(99)):
-            one(x)
+        with noise.drawn_from(chance(99)):
+            module(x)
         with source():
-            second, beside = pair(x)
-        assert beside == "beside"
-        return [first, second]
+            return [first, module(x)]
 
     first, second = noisy(1)
     assert not torch.equal(first, x)
     assert not torch.equal(first, second)
     assert all(torch.equal(a, b) for a, b in zip(noisy(1), (first, second), strict=True))
     assert not torch.equal(noisy(2)[0], first)
-    assert torch.equal(one(x), x)
+    assert torch.equal(module(x), x)
+
+
+def test_of_several_outputs_the_first_is_noisy() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+            return x, "beside"
+
+    pair, x = Pair(), torch.randn(1000, generator=chance()).bfloat16()
+    with RoundingNoise([pair]).drawn_from(chance()):
+        noisy, beside = pair(x)
+    assert beside == "beside" and not torch.equal(noisy, x)

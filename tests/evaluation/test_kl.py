@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -73,13 +74,8 @@ def test_figures_are_those_of_a_plain_implementation() -> None:
         [np.mean(each) for each in bins], rel=1e-5
     )
     by_position = np.reshape(kl, (DOCUMENTS, LENGTH - 1))
-    assert [(each["from"], each["to"]) for each in found["kl_by_position"]] == [
-        (0, 16),
-        (16, 32),
-        (32, 64),
-        (64, 128),
-        (128, 149),
-    ]
+    edges = [0, 16, 32, 64, 128, 149]
+    assert [(each["from"], each["to"]) for each in found["kl_by_position"]] == [*pairwise(edges)]
     assert found["kl_by_position"][2]["kl"] == pytest.approx(by_position[:, 32:64].mean(), rel=1e-5)
     assert [each["domain"] for each in found["kl_by_domain"]] == ["domain 0", "domain 1"]
     assert found["kl_by_domain"][1]["kl"] == pytest.approx(by_position[1::2].mean(), rel=1e-5)
@@ -155,26 +151,15 @@ def test_the_histogram_counts_every_position_once() -> None:
 
 
 def test_what_is_not_finite_is_named() -> None:
-    for who in [0, 1]:
-        for value in [math.nan, math.inf, -math.inf]:
-            document = logits(6)[0]
-            document[who][70, 3] = value
-            with pytest.raises(SourceError) as caught:
-                compare_logits(*document, "", "a.txt", MODELS)
-            assert (
-                caught.value.message
-                == f"{('source', 'output')[who]} answers with NaN or infinity at position 70 of a.txt"
-            )
+    for who, value in ((0, math.nan), (1, -math.inf)):
+        document = logits(6)[0]
+        document[who][70, 3] = value
+        with pytest.raises(SourceError) as caught:
+            compare_logits(*document, "", "a.txt", MODELS)
+        assert caught.value.message == f"{MODELS[who]} answers with NaN or infinity at position 70 of a.txt"
 
 
 def test_vocabularies_must_be_one() -> None:
     source, output, ids = logits(7)[0]
     with pytest.raises(SourceError, match="source has logits for 500 tokens, output for 499"):
         compare_logits(source, output[:, :-1], ids, "", "", MODELS)
-
-
-def test_a_bin_of_confidence_without_positions_has_no_kl() -> None:
-    one = np.ones(4)
-    record = DocumentRecord("a", "a 1", one, one * 0.9, one, one, one > 0, one > 0)
-    found = summarize([record])["kl_by_confidence"]
-    assert [(each["positions"], each["kl"]) for each in found] == [(0, None)] * 4 + [(4, 1.0)]

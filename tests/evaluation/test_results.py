@@ -17,7 +17,6 @@ from openquant.evaluation.results import (
     Evaluation,
     HiddenStateDistances,
     ModelUnderTest,
-    RouteCounts,
     require_one_model,
 )
 from openquant.files.checkpoint import open_checkpoint
@@ -27,27 +26,14 @@ from support import small_checkpoints
 CORPUS = Corpus((Document("a", "a", tuple(range(10, 42))), Document("b", "b", tuple(range(40, 72)))), "0", {})
 # Settings that change nothing of what a model computes.
 WITHOUT_EFFECT: dict[str, Any] = {
-    "dtype": "float16",
     "torch_dtype": "float16",
     "_name_or_path": "somewhere",
-    "transformers_version": "4.0",
-    "use_cache": False,
     "initializer_range": 0.5,
-    "tokenizer_class": "Other",
-    "bos_token_id": 5,
     "eos_token_id": [6, 7],
-    "pad_token_id": 8,
-    "return_dict": False,
     "output_attentions": True,
-    "output_hidden_states": True,
     "attention_dropout": 0.5,
-    "chunk_size_feed_forward": 3,
     "id2label": {"0": "good"},
-    "label2id": {"good": 0},
-    "problem_type": "regression",
-    "is_encoder_decoder": True,
     "max_position_embeddings": 12345,
-    "finetuning_task": "sst2",
 }
 
 
@@ -101,41 +87,6 @@ def test_models_of_another_class_size_or_vocabulary_are_refused(tmp_path: Path) 
         assert raised.value.hint == "name the model that it was made from"
 
 
-# One gives experts the numbers of those that were chosen, the other every token, as zeros where it was not.
-@pytest.mark.parametrize(
-    ("architecture", "router"), [("Qwen3MoeForCausalLM", "mlp.gate"), ("Llama4ForCausalLM", "feed_forward.router")]
-)
-def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: str, tmp_path: Path) -> None:
-    streamed = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", architecture)))
-    routes = RouteCounts()
-    routes.register_hooks(streamed.model)
-    ids = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(0))
-    chosen: list[list[list[int]]] = []
-
-    def note(module: Any, args: tuple[torch.Tensor, ...], output: object) -> None:
-        del output
-        logits = torch.nn.functional.linear(args[0].reshape(-1, module.weight.shape[1]), module.weight)
-        chosen.append(logits.topk(module.top_k).indices.sort(-1).values.tolist())
-
-    with streamed.resident() as model:
-        gate = model.get_submodule(f"model.layers.1.{router}")
-        gate.register_forward_hook(note)
-        for number in range(3):
-            routes.pass_number = number
-            model(input_ids=ids, use_cache=False)
-            # The second pass goes as the first did, the third otherwise.
-            if number == 1:
-                gate.weight.data = gate.weight.flip(0).clone()
-    before, same, after = chosen
-    expected = sum(mine != theirs for mine, theirs in zip(before, after, strict=True)) / 40
-    assert (before == same, expected > 0.2) == (True, True)
-    assert [routes.share("model.layers.1", number) for number in (1, 2)] == [0, expected]
-    assert routes.share("model.layers.0", 1) is None
-    # As another process that counted the same adds it.
-    routes.merge(dict(routes.counts))
-    assert routes.share("model.layers.1", 2) == expected
-
-
 def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
     mine, other = HiddenStateDistances(), HiddenStateDistances()
     source = torch.tensor([[[3.0, 4.0], [0.0, 2.0], [6.0, 8.0]]])
@@ -147,17 +98,12 @@ def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
         other.add("layers.0", number, hidden)
     assert mine.mean("layers.0", 1) == pytest.approx(1.2 / 3)
     assert other.mean("layers.0", 1) == 2
+
     mine.merge(other.sums)
     assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 4)
     assert mine.mean("layers.0", 2) == 0
-    mine.add("layers.0", 0, source)
-    mine.add("layers.0", 1, source)
-    assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 7)
-    assert list(mine.layers) == ["layers.0"]
 
-
-def test_what_is_far_from_nothing_is_finite() -> None:
-    distances = HiddenStateDistances()
-    distances.add("layers.0", 0, torch.zeros(1, 1, 2))
-    distances.add("layers.0", 1, torch.zeros(1, 1, 2))
-    assert distances.mean("layers.0", 1) == 0
+    # What is far from nothing is finite.
+    for number in range(2):
+        mine.add("layers.1", number, torch.zeros(1, 1, 2))
+    assert mine.mean("layers.1", 1) == 0

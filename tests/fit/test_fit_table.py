@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 from conftest import EXAMPLE, ROOT
 from openquant import FitTable, compress, fit_table
 from openquant.cli.commands import main
-from openquant.diagnosis.result import Measurement
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.advice import least_loss
@@ -30,7 +27,7 @@ from openquant.plan.plan import make_plan
 from openquant.plan.serving import OVERHEAD, UTILIZATION
 from openquant.report.fit import fit_text
 from openquant.web.choices import make_sections
-from support import small_checkpoints
+from support import small_checkpoints, starting
 from support.loopback_hub import COMMIT, LoopbackHub
 
 # Bytes of a token in a bfloat16 KV cache of `qwen`: layers, keys and values, heads, numbers of a head, bytes.
@@ -211,12 +208,6 @@ def test_schemes_that_broke_the_model_are_named(capsys: pytest.CaptureFixture[st
     assert legend in " ".join(capsys.readouterr().out.split())
 
 
-def test_equal_losses_are_ordered_by_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.fit.table.least_loss", lambda scheme, **_: Measurement("", scheme, 0.5))
-    rows = fit_table(model, "H100").schemes[1:]
-    assert [row.bytes for row in rows] == sorted(row.bytes for row in rows)
-
-
 def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
     found = table(model, "5090", context="16k")
     # int5 is larger, and lost more than nvfp4 with its calibration.
@@ -238,21 +229,6 @@ def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
         "nvfp4",
         f"openquant compress -m {model} --fit 30GB --context 2k --for sglang --gptq",
     )
-
-
-def test_a_mixture_that_is_offered_is_one_that_compress_takes(model: Path) -> None:
-    """The budget of the offered command leaves more than the best scheme takes."""
-    plan = make_plan(open_checkpoint(model), SCHEMES["int4"])
-    limit = weights_on_gpus(read_budget("5090"), plan, 16384, False)
-    rows = {row.scheme: row.bytes for row in table(model, "5090", context="16k").schemes}
-    assert rows["nvfp4"] < limit < rows["int6"]
-
-
-def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_path: Path) -> None:
-    copy = qwen(tmp_path / "loops", architectures=["IQuestLoopCoderForCausalLM"], loop_num=2, loop_window_size=64)
-    found = fit_table(copy, "30GB", context=2048)
-    assert (found.best, found.best, found.mixture) == (found.uncalibrated, "int5", None)
-    assert found.command == f"openquant compress -m {copy} --scheme int5"
 
 
 def test_the_page_takes_the_closest_that_is_made_without_texts(model: Path, tmp_path: Path) -> None:
@@ -308,13 +284,6 @@ def test_without_a_gpu_there_are_three_sizes_and_no_command(model: Path) -> None
     assert "int8-weights  8.00  34.3 GB  4: 40k  2: 40k  1: 40k    both   0.005" in text
 
 
-def test_memory_alone_says_nothing_of_arithmetic(model: Path) -> None:
-    found = table(model, "48GB")
-    assert all(row.arithmetic is None and row.needs == () for row in found.schemes)
-    assert "computes" not in fit_text(found)
-    assert fit_text(found).splitlines()[1].startswith("1 GPU of 48 GB, for sequences of 8,192 tokens")
-
-
 def test_a_cpu_has_no_size() -> None:
     found = fit_table(EXAMPLE, "cpu")
     assert {row.scheme for row in found.schemes} == {None, "tensor", "channel", "block", "int8", "int4"}
@@ -348,27 +317,6 @@ def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path) -> N
         assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
 
 
-def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = qwen(tmp_path / "stored", quantization_config=DENSE | {"kv_cache_scheme": CACHE})
-
-    def refuse(*_: object) -> None:
-        raise PlanError("no scales", "choose auto")
-
-    monkeypatch.setattr("openquant.plan.plan.find_cached_attentions", refuse)
-    found = fit_table(stored, "A6000")
-    assert (found.kv_cache, found.cache_in_config) == ("auto", False)
-    assert found.schemes == table(model, "A6000").schemes
-
-
-def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
-    moe = qwen(tmp_path / "moe", experts=8, layers=8)
-    for gpu in (None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"):
-        text = fit_text(fit_table(moe, gpu, context=40000)).split("\n\n")[1]
-        assert max(map(len, text.splitlines())) <= 80, gpu
-
-
 def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     # Whose embedding and head alone are too large.
     small = qwen(tmp_path / "small", layers=1)
@@ -391,9 +339,6 @@ def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
         "--quantize-lm-head",
         "serve it with --max-model-len 16384 (SGLang: --context-length)",
     ]
-    # All that the model allows needs no option.
-    whole = fit_table(qwen(tmp_path / "short", max_position_embeddings=16384), "4090", context="16k")
-    assert whole.instead is not None and "--max-model-len" not in fit_text(whole)
     assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor do 8 of them hold one: {advice}"
     # What is given is not advised.
     for given, others in (
@@ -417,27 +362,15 @@ def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(t
     lines = fit_text(found).splitlines()
     assert lines[-1] == "the model is quantized already, and fits as it is: serve it"
     assert "the model is quantized already: KL is what is lost on top of that" in lines
-
-
-def test_a_quantized_source_that_does_not_fit_is_made_smaller(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    compress(EXAMPLE, out, "channel")
-    [nvfp4] = [row for row in fit_table(out).schemes if row.scheme == "nvfp4"]
-    # 2 GB are the engine's. What is left holds four bits and the cache, and not the eight of the source.
+    # Where it does not fit, 2 GB of which are the engine's, it is made smaller.
+    [nvfp4] = [row for row in found.schemes if row.scheme == "nvfp4"]
     memory = int((OVERHEAD + nvfp4.bytes + 2048 * 2048 + 10_000) / UTILIZATION)
     found = fit_table(out, f"{memory}B", context=2048)
     assert (found.best, found.source_fits) == ("nvfp4", False)
-    # It is not made smaller where it leaves some tokens, and no scheme those that were asked for.
-    [source] = [row for row in found.schemes if row.scheme is None]
+    # But not where it leaves some tokens, and no scheme those that were asked for.
     memory = int((OVERHEAD + source.bytes + 100 * 2048 + 10_000) / UTILIZATION)
-    found = fit_table(out, f"{memory}B", context=2048)
-    assert fit_text(found).splitlines()[-1] == (
-        "as it is the model leaves 104 tokens: serve it with --max-model-len 104 (SGLang: --context-length), or try "
-        "--kv-cache fp8 or more GPUs (--gpu 2x..)"
-    )
-    # How much memory a CPU has is not known.
-    found = fit_table(out, "cpu")
-    assert (found.best, found.fastest, found.source_fits) == ("tensor", "int8", None)
+    said = fit_text(fit_table(out, f"{memory}B", context=2048)).splitlines()[-1]
+    assert said.startswith("as it is the model leaves 104 tokens: serve it with --max-model-len 104 ")
 
 
 def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> None:
@@ -462,35 +395,13 @@ def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> Non
     assert found.to_json()["head_schemes"]["int4"] == "lm_head=int8-weights"
 
 
-def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path: Path) -> None:
-    tied = qwen(tmp_path / "tied", layers=1, tie_word_embeddings=True)
-    with pytest.raises(
-        PlanError, match=r"^config.json ties the output head to the embedding, although the source has one$"
-    ):
-        fit_table(tied, "4090", quantize_lm_head=True)
-
-
-def test_without_a_kernel_for_eight_bits_the_head_has_the_schemes_own(model: Path) -> None:
-    found = table(model, "cpu", quantize_lm_head=True)
-    assert "int4" in rows_of(found) and found.head_schemes == {}
-    assert "KL is without what the quantized output head loses (docs/output-head.md)" in fit_text(found)
-    # Without one there is nothing to say.
-    found = table(model, "4090")
-    assert found.head_schemes == {} and "head loses" not in fit_text(found)
-
-
 def test_refusals(subtests: pytest.Subtests) -> None:
     for given, message, hint in [
         ({"gpu": "4091"}, "--gpu '4091' is no GPU that is known", "did you mean RTX 4090"),
         ({"gpu": "24"}, "--gpu '24' is no GPU that is known", "give its memory: --gpu 24GB"),
-        ({"gpu": "5.0bits"}, "--gpu '5.0bits' is no GPU", "give its memory"),
-        ({"gpu": "0x4090"}, "--gpu '0x4090' is no GPU", ""),
-        ({"gpu": "0GB"}, "--gpu '0GB' is no GPU", ""),
-        ({"gpu": "7900gre"}, "--gpu '7900gre' is no GPU", "did you mean RX 7900 XT"),
         ({"gpu": "m3-max"}, "--gpu 'm3-max': vLLM and SGLang have no kernels for Apple's GPUs", "serve it with mlx-lm"),
         ({"gpu": ""}, "--gpu: it is empty", ""),
         ({"gpu": "3x4090"}, "3 GPUs cannot share this model: they do not divide it", "name one of 1, 2, 4 GPUs"),
-        ({"gpu": "8x4090"}, "8 GPUs cannot share this model: model.layers.*.self_attn.o_proj", "name one of 1, 2, 4"),
         ({"context": 0}, "a context of 0 tokens holds nothing", ""),
         ({"context": "8q"}, "--context: 8q is no number of tokens", ""),
         ({"context": "64k"}, "--context 65536 is more than the model allows: max_position_embeddings is 2,048", ""),
@@ -498,7 +409,6 @@ def test_refusals(subtests: pytest.Subtests) -> None:
         ({"kv_cache": "int8"}, "--kv-cache: int8 is none of fp8, auto", "choose one, or leave --kv-cache out"),
         ({"gpu": "T4", "engines": "sglang"}, "no scheme is left", "name another engine or GPU"),
         ({"ignore": ["**"]}, "no scheme is left, such as tensor: it quantizes nothing", ""),
-        ({"ignore": ["no.such.**"]}, "", ""),
     ]:
         with subtests.test(given=given):
             with pytest.raises(OpenQuantError) as caught:
@@ -538,35 +448,22 @@ def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
 def test_a_hostile_config_is_no_crash(tmp_path: Path, subtests: pytest.Subtests) -> None:
     sliding = {"layer_types": ["sliding_attention"] * 64}
     rows: list[tuple[dict[str, Any], str | None]] = [
-        ({"max_position_embeddings": 10**11}, None),
         ({"max_position_embeddings": 10**30}, None),
-        ({"max_position_embeddings": -1}, None),
         ({"max_position_embeddings": "long"}, None),
         ({"num_key_value_heads": 0, "num_attention_heads": 0}, None),
         ({"num_hidden_layers": 10**11}, None),
         (sliding | {"sliding_window": "wide"}, "the window: config.json's sliding_window"),
-        (sliding | {"sliding_window": -4}, "the window: config.json's sliding_window is -4"),
         ({"layer_types": [None, 3]}, None),
     ]
     for number, (config, unknown) in enumerate(rows):
         root = qwen(tmp_path / str(number), layers=2, **config)
-        for gpu in (None, "2xA100-80"):
-            with subtests.test(config=config, gpu=gpu):
-                try:
-                    found = fit_table(root, gpu, context="8k")
-                except OpenQuantError:
-                    continue
-                assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
-                text = fit_text(found)
-                assert ("the KV cache is not counted: it is not known" in text) is (unknown is not None)
-
-
-def test_what_is_not_known_of_the_cache_leaves_the_weights(tmp_path: Path) -> None:
-    root = qwen(tmp_path / "model", layer_types=["sliding_attention"] * 64, sliding_window="wide")
-    found = fit_table(root, "4090", context="16k")
-    held = {row.scheme: row.holds[0] for row in found.schemes}
-    assert (held["int4"].gpus, held["int4"].longest, held["int4"].sequences) == (1, None, None)
-    assert (held["int8-weights"].gpus, found.best, found.mixture) == (2, "nvfp4", None)
+        with subtests.test(config=config):
+            try:
+                found = fit_table(root, "2xA100-80", context="8k")
+            except OpenQuantError:
+                continue
+            assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
+            assert ("the KV cache is not counted: it is not known" in fit_text(found)) is (unknown is not None)
 
 
 @pytest.fixture
@@ -578,10 +475,8 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
 def test_of_a_repository_only_headers_are_read(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.repositories["org/name"] = EXAMPLE
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "openquant", "fit", "org/name", "--gpu", "a6000", "--json"],
-        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    words = ["-m", "openquant", "fit", "org/name", "--gpu", "a6000", "--json"]
+    done = starting.run(words, cwd=ROOT, env={**os.environ, **settings})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == {**fit_table(EXAMPLE, "a6000").to_json(), "model": "org/name", "revision": COMMIT} | {
@@ -592,17 +487,38 @@ def test_of_a_repository_only_headers_are_read(hub: LoopbackHub, tmp_path: Path)
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
-    root = qwen(tmp_path / "a\x1b[31m b")
-    text = fit_text(fit_table(root, "a6000"))
-    assert "\x1b" not in text and "'" in text.splitlines()[-2]
+def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_path: Path) -> None:
+    copy = qwen(tmp_path / "loops", architectures=["IQuestLoopCoderForCausalLM"], loop_num=2, loop_window_size=64)
+    found = fit_table(copy, "30GB", context=2048)
+    assert (found.best, found.best, found.mixture) == (found.uncalibrated, "int5", None)
+    assert found.command == f"openquant compress -m {copy} --scheme int5"
 
 
-@pytest.mark.parametrize("options", [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}])
-def test_the_lines_of_a_plan_add_up_to_its_output(options: dict[str, Any]) -> None:
-    for scheme in SCHEMES.values():
-        try:
-            plan = make_plan(open_checkpoint(EXAMPLE), scheme, PlanOptions(**options))
-        except (PlanError, UsageError):
-            continue
-        assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)
+def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = qwen(tmp_path / "stored", quantization_config=DENSE | {"kv_cache_scheme": CACHE})
+
+    def refuse(*_: object) -> None:
+        raise PlanError("no scales", "choose auto")
+
+    monkeypatch.setattr("openquant.plan.plan.find_cached_attentions", refuse)
+    found = fit_table(stored, "A6000")
+    assert (found.kv_cache, found.cache_in_config) == ("auto", False)
+    assert found.schemes == table(model, "A6000").schemes
+
+
+def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path: Path) -> None:
+    tied = qwen(tmp_path / "tied", layers=1, tie_word_embeddings=True)
+    with pytest.raises(
+        PlanError, match=r"^config.json ties the output head to the embedding, although the source has one$"
+    ):
+        fit_table(tied, "4090", quantize_lm_head=True)
+
+
+def test_what_is_not_known_of_the_cache_leaves_the_weights(tmp_path: Path) -> None:
+    root = qwen(tmp_path / "model", layer_types=["sliding_attention"] * 64, sliding_window="wide")
+    found = fit_table(root, "4090", context="16k")
+    held = {row.scheme: row.holds[0] for row in found.schemes}
+    assert (held["int4"].gpus, held["int4"].longest, held["int4"].sequences) == (1, None, None)
+    assert (held["int8-weights"].gpus, found.best, found.mixture) == (2, "nvfp4", None)

@@ -31,7 +31,7 @@ from openquant.options import Recipe
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import OVERHEAD, UTILIZATION
 from openquant.streaming import memory
-from support.killed import run_killed
+from support.reporters import Told
 
 # The file of the example's scores, and a size of its weights, in bytes.
 NAME, LIMIT = "tiny-qwen3.scores.json", 4_066_500
@@ -105,11 +105,6 @@ def test_the_error_names_gpus_that_may_be_meant(subtests: pytest.Subtests) -> No
     for text, message, hint in [
         ("4091", "--fit '4091' is no size", "did you mean RTX 4090"),
         ("a100", "--fit 'a100' is no size", "did you mean A100-40 or A100-80"),
-        (
-            "m3-max",
-            "--fit 'm3-max': vLLM and SGLang have no kernels for Apple's GPUs",
-            "serve it with mlx-lm or llama.cpp",
-        ),
         ("Apple M2", "--fit 'Apple M2': vLLM", "serve it with mlx-lm"),
         ("cpu", "how much memory a CPU has for weights is not known", "give --fit size=12.5GB"),
         ("x" * 10**6, "--fit 'x", "give --fit 24GB"),
@@ -173,14 +168,6 @@ def test_kept_scores_answer_a_dry_run(
             assert "--fit: this mixture follows from the scores; nothing is compared on other texts" in err
 
 
-def test_the_card_says_that_sizes_are_compared_before_gptq(
-    scored: Path, capsys: pytest.CaptureFixture[str], few: None
-) -> None:
-    said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", "6bits", "--gptq", "--samples", "4")
-    card = (scored / "out" / "README.md").read_text()
-    assert re.search(r"^\| \*\*.*6bits, this output before GPTQ\*\* \|", card, re.MULTILINE)
-
-
 @pytest.mark.usefixtures("few")
 def test_the_commands_that_serve_have_the_context_there_is_room_for(
     scored: Path, capsys: pytest.CaptureFixture[str]
@@ -219,15 +206,8 @@ def test_the_card_shows_what_it_chose_from(kept: Path) -> None:
     # What was measured has an interval: the mixture, and the best single scheme that fits.
     assert sorted(row[0] for row in rows if not row[3].startswith("about ")) == sorted([own[0], "nvfp4"])
     assert all(re.fullmatch(r"\S+ \[\S+, \S+\]", row[3]) for row in rows if not row[3].startswith("about "))
-    kls = [float(re.sub("^about ", "", row[3]).split()[0]) for row in rows]
-    # A full bar is 24 wide; an eighth is the smallest.
-    widths = [
-        8 * row[4].count("█") + sum(1 + "▏▎▍▌▋▊▉".index(letter) for letter in row[4] if letter != "█") for row in rows
-    ]
-    assert max(widths) == 8 * 24
-    assert all(
-        width == pytest.approx(8 * 24 * kl / max(kls), rel=0.06, abs=3) for width, kl in zip(widths, kls, strict=True)
-    )
+    # A full bar is 24 wide.
+    assert max(row[4].count("█") for row in rows) == 24
     sizes = [float(row[1]) for row in rows]
     assert sizes == sorted(sizes) and len(rows) >= 9
 
@@ -262,12 +242,6 @@ def test_where_one_scheme_is_as_good_it_is_written(scored: Path, capsys: pytest.
     assert "| **int8-weights, this output** |" in (scored / "out" / "README.md").read_text()
 
 
-def test_a_budget_that_holds_the_whole_model_is_answered_with_an_example(tmp_path: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        compress(EXAMPLE, tmp_path / "out", fit="4090")
-    assert caught.value.hint == "serve the model as it is, or give a smaller budget, such as --fit 5.0bits"
-
-
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     whole = (
         "2 GB of GPU memory leave nothing for weights: a KV cache of 8,192 tokens takes 0.0 GB, and engines take 2 GB"
@@ -279,11 +253,6 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
         (PlanError, {"fit": "2GB"}, whole),
         (PlanError, {"fit": "3x24GB"}, "3 GPUs cannot share this model: they do not divide it"),
         (UsageError, {"scheme": "int4"}, "--fit chooses the schemes, and --scheme is given"),
-        (UsageError, {"awq": True, "scheme": "int4"}, "--fit chooses the schemes, and --scheme is given"),
-        (UsageError, {"group_size": 64}, "--fit chooses the schemes, and --group-size is given"),
-        (UsageError, {"activation_scheme": "static"}, "--fit chooses the schemes, and --activation-scheme is given"),
-        (UsageError, {"smooth": 0.5, "scheme": "int8"}, "--fit chooses the schemes, and --scheme is given"),
-        (UsageError, {"dry_run": True}, "--dry-run writes nothing, and there are no scores of this model in "),
         (UsageError, {"context": 0}, "a context of 0 tokens holds nothing"),
         (UsageError, {"candidates": "tensor"}, "--candidates names tensor, whose `fp8` config has one scheme for all layers"),
         (UsageError, {"candidates": ["int4", "int4"]}, "--candidates names a scheme twice"),
@@ -340,9 +309,7 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda kept: kept.update(openquant_scores=2),
     lambda kept: kept.update(conditions={"model": "another"}),
     lambda kept: kept.pop("units"),
-    lambda kept: kept["units"].pop(),
     lambda kept: kept["units"].reverse(),
-    lambda kept: kept["units"][0].update(modules=["model.layers.0.mlp.up_proj"]),
     lambda kept: kept["units"][0].update(kl=[0.1]),
     lambda kept: kept["units"][0]["kl"].update(int3=0.1),
     lambda kept: kept["units"].__setitem__(0, 7),
@@ -360,15 +327,10 @@ def test_scores_that_do_not_belong_to_a_run_are_not_used(tmp_path: Path) -> None
         change(kept)
         file.write_text(json.dumps(kept))
         assert read_scores(file, units, {"model": "this"}) is None, number
-
-
-def test_damaged_scores_are_not_used(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for content in [b"", b"{", b"[" * 100_000, b"\xff\xfe"]:
-        with subtests.test(content=content):
-            units, _ = some_scores()
-            (tmp_path / "kept.scores.json").write_bytes(content)
-            assert read_scores(tmp_path / "kept.scores.json", units, {}) is None
-            assert read_scores(tmp_path / "missing.scores.json", units, {}) is None
+    for damaged in (b"", b"{", b"\xff\xfe"):
+        file.write_bytes(damaged)
+        assert read_scores(file, units, {"model": "this"}) is None, damaged
+    assert read_scores(tmp_path / "missing.scores.json", units, {}) is None
 
 
 def test_a_file_of_another_kind_is_not_replaced_by_scores(tmp_path: Path) -> None:
@@ -378,14 +340,20 @@ def test_a_file_of_another_kind_is_not_replaced_by_scores(tmp_path: Path) -> Non
     assert (tmp_path / NAME).read_text() == '{"mine": 1}'
 
 
-@pytest.mark.usefixtures("few")
-def test_scoring_that_is_killed_continues_and_gives_the_same_scores(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("compress", "-m", EXAMPLE, "--fit", "6bits", "-o", tmp_path / "out")
-    run_killed(3, *words)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{NAME}.part", f"{NAME}.part.new"]
-    assert "an earlier run is continued" in said(capsys, *words)
+@pytest.mark.usefixtures("few", "at_once")
+def test_scoring_that_is_stopped_continues_and_gives_the_same_scores(kept: Path, tmp_path: Path) -> None:
+    part = tmp_path / f"{NAME}.part"
+
+    def stop(*_: int) -> None:
+        if part.exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(EXAMPLE, tmp_path / "out", fit="6bits", reporter=Told(stop))
+    assert [path.name for path in tmp_path.iterdir()] == [part.name]
+    seen = Told()
+    compress(EXAMPLE, tmp_path / "out", fit="6bits", reporter=seen)
+    assert any("an earlier run is continued" in note for note in seen.notes)
     assert (tmp_path / NAME).read_bytes() == (kept / NAME).read_bytes()
     assert not list(tmp_path.glob("*.part*"))
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming import pass_checkpoint
 from openquant.streaming.interleaved import ForwardPass, TextCache, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.streaming.pass_checkpoint import PassCheckpoint
@@ -38,13 +37,6 @@ def run(model: StreamedModel, kept: PassCheckpoint) -> list[Tensor]:
         checkpoint=kept,
     )
     return found
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are saved after every layer."""
-    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
-    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from openquant.files.shardfile import TensorInfo
@@ -27,33 +26,6 @@ def experts(path: str, rows: int = 6, cols: int = 4) -> Weights:
 
 def infos(held: Weights) -> dict[str, TensorInfo]:
     return {name: TensorInfo(name, "F16", tuple(tensor.shape)) for name, tensor in held.items()}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "place", "names", "turned"),
-    [
-        ("Llama4ForCausalLM", "feed_forward", ("experts.gate_up_proj", "experts.down_proj"), True),
-        ("GraniteMoeForCausalLM", "block_sparse_moe", ("input_linear", "output_linear"), False),
-    ],
-)
-def test_a_stack_holds_each_part_of_each_expert_in_its_place(
-    architecture: str, place: str, names: tuple[str, str], turned: bool
-) -> None:
-    first, second = (f"model.layers.1.{place}.{name}" for name in names)
-    path = f"model.layers.1.{place}.experts"
-    held = experts(path)
-    stacks = find_expert_stacks(architecture, infos(held) | {"other": TensorInfo("other", "F16", (2,))})
-    assert sorted(stacks) == sorted((first, second, f"{first}.weight", f"{second}.weight"))
-    for name, parts in ((first, ("gate", "up")), (second, ("down",))):
-        expected = torch.stack(
-            [torch.cat([held[f"{path}.{expert}.{part}_proj.weight"] for part in parts]) for expert in range(COUNT)]
-        )
-        expected = expected.transpose(1, 2) if turned else expected
-        made = stacks[name].make(held.__getitem__)
-        assert (made.dtype, stacks[name].info.dtype) == (torch.float16, "F16")
-        assert stacks[name].info.shape == tuple(expected.shape)
-        assert torch.equal(made, expected)
-        assert torch.equal(stacks[f"{name}.weight"].make(held.__getitem__), expected)
 
 
 def test_stacks_that_lack_a_part_or_have_one_of_another_shape_are_none() -> None:

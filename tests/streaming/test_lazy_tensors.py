@@ -75,21 +75,13 @@ def test_a_dtype_that_nothing_computes_with_is_named(tmp_path: Path) -> None:
     assert found.error is raised.value
 
 
-def test_a_shard_that_is_another_now_is_refused(tmp_path: Path) -> None:
+def test_a_shard_of_another_size_is_refused(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", weights={"a": torch.zeros(4)})
-    tensors, shard = slices_of(source), source / "model.safetensors"
-    with shard.open("ab") as file:
+    tensors = slices_of(source)
+    with (source / "model.safetensors").open("ab") as file:
         file.write(b"1")
-    with pytest.raises(SourceError) as raised:
+    with pytest.raises(SourceError, match=r"^model\.safetensors has another size than when its header was read$"):
         tensors.select(["a"])
-    assert (raised.value.message, raised.value.hint) == (
-        "model.safetensors has another size than when its header was read",
-        CHANGED,
-    )
-    shard.unlink()
-    # It is still to come.
-    tensors.prefetch(["a"])
-    with pytest.raises(SourceError) as raised:
+    (source / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"^model\.safetensors cannot be read: No such file or directory$"):
         tensors.select(["a"])
-    expected = "model.safetensors cannot be read: No such file or directory"
-    assert (raised.value.message, raised.value.hint) == (expected, CHANGED)

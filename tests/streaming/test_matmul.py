@@ -104,8 +104,3 @@ def test_only_processors_without_such_products_need_it(monkeypatch: pytest.Monke
     for multiplies, device, expected in ((False, "cpu", True), (True, "cpu", False), (False, "cuda", False)):
         monkeypatch.setattr(products, "_multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
         assert isinstance(products_in_float32(device), Float32Products) is expected
-
-
-def test_torch_says_which_processors_have_such_products() -> None:
-    multiplies = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert isinstance(products_in_float32("cpu"), Float32Products) is not multiplies

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,16 @@ from conftest import EXAMPLE, ROOT, change_json
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.errors import UsageError
-from openquant.evaluation.as_served import fits_in_memory
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.formats.schemes import INT4_W4A16
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
-from openquant.streaming import memory
 from openquant.streaming.memory import (
     MemoryStep,
     gptq_steps,
     memory_left,
-    mixtures_step,
     rounded_up,
-    scoring_step,
     weight_memory,
 )
 from openquant.streaming.session import hidden_bytes, vocabulary_of
@@ -78,7 +72,6 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
             "gptq": ["compress", "-m", wide, "-o", out, *GPTQ, *TEXTS],
             "tune": ["compress", "-m", wide, "-o", out, *GPTQ, "--tune", "--samples", "2", "--length", "1500"],
             "awq": ["compress", "-m", wide, "-o", out, *AWQ, *TEXTS],
-            "smooth": ["compress", "-m", wide, "-o", out, "--scheme", "int8", "--smooth", "0.5", *TEXTS],
             "dequantize": ["dequantize", stored, "-o", out],
             "calibrate": ["calibrate", wide, "-o", out, *TEXTS],
             "fit": ["compress", "-m", wide, "-o", out, "--fit", "6bits", "--gptq", *TEXTS],
@@ -88,7 +81,7 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
     ]
 
 
-VERBS = ["compress", "gptq", "tune", "awq", "smooth", "dequantize", "calibrate", "fit", "search", "eval"]
+VERBS = ["compress", "gptq", "tune", "awq", "dequantize", "calibrate", "fit", "search", "eval"]
 
 
 def test_less_than_a_step_takes_is_refused_before_anything_is_run(
@@ -101,49 +94,12 @@ def test_less_than_a_step_takes_is_refused_before_anything_is_run(
         found = re.fullmatch(rf"error: a memory of {limit} bytes is too little: (.+) takes up to ([\d,]+)", error)
         assert out == "" and found is not None, verb
         assert re.match(r"hint: give --max-memory [\d.]+[MG]B or more", hint), verb
-    assert main([*words("gptq", wide, stored, tmp_path / "out"), "--dry-run", "--max-memory", "0"]) == 2
-    error, hint = capsys.readouterr().err.strip().splitlines()
-    assert error.startswith("error: a memory of 0 bytes is too little: rounding layers by GPTQ takes up to ")
-    assert hint.endswith(" or more, or leave --gptq out")
-    assert main([*words("tune", wide, stored, tmp_path / "out"), "--dry-run", "--max-memory", "0"]) == 2
-    error, hint = capsys.readouterr().err.strip().splitlines()
-    assert error.startswith("error: a memory of 0 bytes is too little: weighing tokens takes up to ")
-    assert hint.endswith(" or more, or leave --tune out")
+    for verb, step, option in (("gptq", "rounding layers by GPTQ", "--gptq"), ("tune", "weighing tokens", "--tune")):
+        assert main([*words(verb, wide, stored, tmp_path / "out"), "--dry-run", "--max-memory", "0"]) == 2
+        error, hint = capsys.readouterr().err.strip().splitlines()
+        assert error.startswith(f"error: a memory of 0 bytes is too little: {step} takes up to ")
+        assert hint.endswith(f" or more, or leave {option} out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_check_of_fit_is_a_step(wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("compress", "-m", str(wide), "-o", str(tmp_path / "out"), "--fit", "6bits", "--max-memory", "0")
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: a memory of 0 bytes is too little: comparing 3 models takes up to ")
-
-
-def test_steps_of_fit_grow_with_what_is_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The example's head is smaller than a piece of other models' heads.
-    monkeypatch.setattr(memory, "HEAD", 1 << 10)
-    checkpoint = open_checkpoint(wide)
-    weights, hidden = weight_memory(checkpoint), 4 * checkpoint.config["hidden_size"]
-
-    def scoring(passes: int) -> int:
-        return scoring_step(checkpoint, passes, 3, 96, head=False).nbytes
-
-    def comparing(mixtures: int, copies: int) -> int:
-        return mixtures_step(checkpoint, mixtures, copies, 8, head=False).nbytes
-
-    # The hidden states of every pass of three documents.
-    assert scoring(101) - scoring(1) >= 100 * 3 * 96 * hidden
-    # A layer once more for each scheme.
-    assert comparing(2, 2) - comparing(2, 1) == weights.layer
-    assert comparing(3, 1) - comparing(2, 1) == 8 * hidden
-    # A head that is quantized too, where it is larger than the layers.
-    deep = open_checkpoint(EXAMPLE)
-    head = weight_memory(deep).whole_head
-    assert scoring_step(deep, 1, 3, 96, True).nbytes - scoring_step(deep, 1, 3, 96, False).nbytes == 2 * head - (
-        1 << 10
-    )
-    of_head = [mixtures_step(deep, 2, copies, 2048, True).nbytes for copies in (1, 2)]
-    assert of_head[1] - of_head[0] == head
 
 
 # Runs a command, and says the most that its process had resident. The check of --fit has fewer texts.
@@ -160,7 +116,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("verb", ["gptq", "tune", "awq", "fit", "eval"] if everything() else ["gptq", "tune", "eval"])
+@pytest.mark.parametrize("verb", ["gptq", "tune", "awq", "fit", "eval"] if everything() else ["gptq", "eval"])
 def test_what_a_hint_says_is_enough_and_is_kept(
     wide: Path,
     stored: Path,
@@ -205,11 +161,6 @@ def test_what_no_step_takes_is_left() -> None:
         memory_left(1, steps)
 
 
-def test_models_without_room_answer_no_prompts() -> None:
-    assert fits_in_memory(1000, requested=True) and fits_in_memory(1000, requested=True, room=1000)
-    assert not fits_in_memory(1000, requested=True, room=999)
-
-
 def test_sizes_in_hints_are_as_the_option_takes_them() -> None:
     for nbytes, expected in ((1, "10MB"), (500_000_000, "510MB"), (980_000_000, "1GB"), (1_300_000_000, "1.4GB")):
         assert rounded_up(nbytes) == expected
@@ -229,16 +180,3 @@ def test_sizes_may_be_those_of_the_text_config(tmp_path: Path) -> None:
         # Hidden states and embeddings, two bytes a value.
         assert hidden_bytes(checkpoint, 10) == 10 * size * 2 * 2, config
         assert vocabulary_of(checkpoint) == vocabulary, config
-
-
-def test_a_process_that_has_imported_no_transformers_counts_that() -> None:
-    """In one of its own: forks have imported it."""
-    code = (
-        "from openquant.machine import peak_rss\n"
-        "from openquant.streaming.memory import MemoryStep\n"
-        "needed = MemoryStep('a pass', 0).needed\n"
-        "import openquant.calibration.run, openquant.evaluation.as_served, openquant.streaming.model\n"
-        "print(needed - peak_rss())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert 0 <= int(done.stdout) < 256 << 20

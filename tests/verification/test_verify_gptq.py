@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ UP = "model.layers.1.mlp.up_proj"
 TEXTS: dict[str, Any] = {"samples": 2, "length": 64}
 # Codes of each scheme, and what turns their signs.
 CODES = {
-    "int2": ("weight_packed", 0xFF),
     "int4": ("weight_packed", 0xFF),
     "nvfp4": ("weight_packed", 0x88),
     "channel": ("weight", 0x80),
@@ -49,16 +47,8 @@ def zeroed(codes: torch.Tensor, signs: int) -> torch.Tensor:
     return torch.zeros_like(codes)
 
 
-def rotated(codes: torch.Tensor, signs: int) -> torch.Tensor:
-    return codes.flatten().roll(4).reshape(codes.shape)
-
-
 def negated(codes: torch.Tensor, signs: int) -> torch.Tensor:
     return codes ^ signs
-
-
-def turned_round(codes: torch.Tensor, signs: int) -> torch.Tensor:
-    return codes.flip(0)
 
 
 def one_row_zeroed(codes: torch.Tensor, signs: int) -> torch.Tensor:
@@ -82,22 +72,14 @@ def one_row_negated(codes: torch.Tensor, signs: int) -> torch.Tensor:
 
 
 # Each does its damage to a matrix of its own.
-DAMAGE = dict(
-    zip(
-        [f"model.layers.{layer}.mlp.{part}_proj" for layer in range(4) for part in ("up", "gate")],
-        [
-            zeroed,
-            negated,
-            two_rows_swapped,
-            one_row_negated,
-            rotated,
-            turned_round,
-            one_row_zeroed,
-            part_of_a_row_zeroed,
-        ],
-        strict=True,
-    )
-)
+DAMAGE = {
+    "model.layers.0.mlp.up_proj": zeroed,
+    "model.layers.0.mlp.gate_proj": negated,
+    "model.layers.1.mlp.up_proj": two_rows_swapped,
+    "model.layers.1.mlp.gate_proj": one_row_negated,
+    "model.layers.2.mlp.up_proj": one_row_zeroed,
+    "model.layers.2.mlp.gate_proj": part_of_a_row_zeroed,
+}
 
 
 @contextmanager
@@ -137,45 +119,19 @@ def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path]
         assert any(text in problem for text in said), problem
 
 
-def test_the_messages_say_how_far_and_where(tmp_path: Path, rounded: dict[str, Path]) -> None:
-    out = shutil.copytree(rounded["int4"], tmp_path / "out")
-    packed = f"{UP}.weight_packed"
-    place = f"model-00002-of-00003.safetensors: {packed}"
-    with damaged(out, {packed: partial(negated, signs=0xFF)}):
-        [problem] = verify(out, EXAMPLE, full=True).problems
-    assert problem == f"{place} has a relative error of 2.01, where GPTQ explains 0.784"
-    with damaged(out, {packed: partial(one_row_negated, signs=0xFF)}):
-        [problem] = verify(out, EXAMPLE, full=True).problems
-    # Sums of GPTQ are rounded as each CPU does.
-    row = r"holds other weights than the source's in row 3, -0\.9[78]\d* times as large along it \(1 of 768 rows are others\)"
-    assert re.fullmatch(f"{re.escape(place)} {row}", problem)
-    with damaged(out, {packed: partial(part_of_a_row_zeroed, signs=0)}):
-        [problem] = verify(out, EXAMPLE, full=True).problems
-    assert problem == (
-        f"{place} has one code in all of columns 128 to 191 of row 3, where the source's weights differ (2 such runs)"
-    )
-
-
 def test_a_card_turns_nothing_off(tmp_path: Path) -> None:
     """Whoever writes a README may write any sentence of ours into it."""
     source = small_checkpoints.write(tmp_path / "source")
     out = tmp_path / "out"
     compress(source, out, "int4")
     path, row = out / "README.md", "| format |"
-    planted = (
-        "| rounded by | GPTQ, x |",
-        "| codes | those of the source, with its scales |",
-        "| folded | x |",
-        "| scales | x |",
-    )
+    planted = ("| rounded by | GPTQ, x |", "| codes | those of the source, with its scales |", "| scales | x |")
     path.write_text(path.read_text().replace(row, "\n".join([*planted, row])))
     with damaged(out, {f"{UP}.weight_packed": lambda codes: codes.index_fill(0, torch.tensor(3), 0)}):
         for kept in (True, False):
             if not kept:
                 (out / ".openquant.json").unlink()
             # eval and dequantize believe the card of an output that came without its journal.
-            facts = stated_facts(open_checkpoint(out))
-            assert facts.gptq == facts.smoothed == (not kept)
-            problems = verify(out, source, full=True).problems
-            assert len(problems) == 1
-            assert f": {UP}.weight_packed " in problems[0]
+            assert stated_facts(open_checkpoint(out)).gptq == (not kept)
+            [problem] = verify(out, source, full=True).problems
+            assert f": {UP}.weight_packed " in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from conftest import change_json, run_openquant
+from conftest import change_json
 from openquant import verify
 from openquant.errors import OpenQuantError, UsageError
 from support import small_checkpoints
@@ -25,29 +26,6 @@ ONE = "model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
 # Directories of auto-round are checked as engines load them.
 WRITTEN = sorted((Path(__file__).parents[1] / "weights" / "written").glob("[!a]*.safetensors"))
-LAYERS = (
-    "model.layers.{0..1}.mlp.down_proj, model.layers.{0..1}.mlp.gate_proj, model.layers.{0..1}.mlp.up_proj, "
-    "model.layers.{0..1}.self_attn.k_proj, model.layers.{0..1}.self_attn.o_proj, "
-    "model.layers.{0..1}.self_attn.q_proj, model.layers.{0..1}.self_attn.v_proj"
-)
-# By file, the numeric format and what shares a scale.
-TITLES = {
-    "bitsandbytes-fp4": "FP4 of bitsandbytes, one scale per 1x64 block",
-    "bitsandbytes-fp4-double": "FP4 of bitsandbytes, one scale per 1x64 block",
-    "bitsandbytes-int8": "INT8, one scale per channel",
-    "bitsandbytes-nf4": "NF4, one scale per 1x64 block",
-    "bitsandbytes-nf4-double": "NF4, one scale per 1x64 block",
-    "quark-fp8": "FP8, one scale per tensor",
-    "quark-fp8-rows": "FP8, one scale per channel",
-    "quark-int4": "INT4, one scale per 1x32 block",
-    "quark-int4-order": "INT4, one scale per 1x32 block",
-    "quark-int8": "INT8, one scale per tensor",
-    "quark-int8-rows": "INT8, one scale per channel",
-    "quark-mxfp4": "FP4, one scale per 1x32 block",
-    "quark-uint4": "INT4, one scale and zero point per 1x32 block",
-    "quark-uint4-order": "INT4, one scale and zero point per 1x32 block",
-    "torchao-fp8": "FP8, one scale per channel",
-}
 # Where the scales of a layer lie.
 SCALES = ("weight_scale", "_weight_scale", "weight.nested_absmax", "weight.absmax", "SCB")
 
@@ -94,7 +72,10 @@ def test_files_that_the_tools_wrote_and_damaged_ones(subtests: pytest.Subtests, 
         stored, decoded = unpack(tmp_path / "sound", path)
         report = verify(stored)
         assert (report.problems, report.quantized) == ((), 1)
-        assert report.notes == (f"1 layer in {TITLES[path.stem]}: layer",)
+        [note] = report.notes
+        assert re.fullmatch(r"1 layer in (FP8|FP4|NF4|FP4 of bitsandbytes|INT[48]), one scale.* per .+: layer", note), (
+            note
+        )
         [error] = verify(stored, decoded, full=True).errors
         # bitsandbytes multiplies by the largest weight first, and then by 1 / 127.
         assert error.relative <= (2.0**-23 if path.stem == "bitsandbytes-int8" else 0)
@@ -133,7 +114,8 @@ def test_the_error_of_each_layer(tmp_path: Path, kind: str) -> None:
     stored = store(tmp_path / "stored", stored_only(make), config, shards=2)
     alone, report = verify(stored), verify(stored, source, full=True)
     assert alone.problems == report.problems == ()
-    assert alone.notes[0].startswith("14 layers in ") and alone.notes[0].endswith(f": {LAYERS}")
+    assert alone.notes[0].startswith("14 layers in ")
+    assert alone.notes[0].endswith(", model.layers.{0..1}.self_attn.q_proj, model.layers.{0..1}.self_attn.v_proj")
     plain = small_checkpoints.tensors("Qwen3ForCausalLM")
     expected = {
         name.removesuffix(".weight"): ((make(weight)[1] - weight.float()).norm() / weight.float().norm()).item()
@@ -180,19 +162,14 @@ UP = f"{EXPERTS}.0.up_proj"
     ("change", "problem"),
     [
         (lambda weights: weights[f"{Q}.input_scale"].fill_(0), f"{Q}.input_scale holds 0: scales are finite and above zero"),
-        (lambda weights: weights[f"{Q}.weight_scale"].fill_(-1), f"{Q}.weight_scale holds -1: scales are finite and above zero"),
         (lambda weights: weights[f"{UP}.weight_scale"].view(torch.uint8)[2].fill_(127),
          f"{UP}.weight_scale holds nan at [2, 0]: scales are finite and above zero"),
-        (lambda weights: weights[f"{UP}.weight_scale_2"].fill_(float("inf")),
-         f"{UP}.weight_scale_2 holds inf: scales are finite and above zero"),
         (lambda weights: weights.update({f"{Q}.input_scale": torch.ones(2, dtype=torch.int32)}),
          f"{Q}.input_scale is I32 [2], not a scale"),
         (lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256, dtype=torch.bfloat16)}),
          f"{Q}.weight is BF16, but the config has it in FP8"),
         (lambda weights: weights["model.layers.1.self_attn.k_proj.k_scale"].fill_(0),
          "model.layers.1.self_attn.k_proj.k_scale holds 0: scales are finite and above zero"),
-        (lambda weights: weights["model.norm.weight"].view(-1)[:1].fill_(float("nan")),
-         "model.norm.weight holds NaN (1 value): the model answers NaN where it is used"),
         (lambda weights: weights[f"{GATE}.weight_scale_2"].mul_(2),
          None),
         (lambda weights: weights.update({f"{GATE}.weight": torch.ones(512, 64, dtype=torch.uint8)}),
@@ -210,26 +187,18 @@ def test_damage_of_mixed_precision(tmp_path: Path, change: Callable[[Weights], A
         assert f"{ONE}: {problem}" in problems
 
 
-def test_a_tensor_that_only_the_source_has(tmp_path: Path) -> None:
+def test_what_lies_beside_mixed_precision(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", ARCHITECTURE)
     stored = mixed_precision(tmp_path / "stored", shards=1)
     change_weights(stored, lambda weights: [weights.pop(name) for name in list(weights) if name.startswith(f"{UP}.")])
     assert verify(stored, source).problems == (f"{UP}.weight is missing: the source has {UP}.weight in {ONE}",)
 
-
-def test_a_stray_scale(tmp_path: Path) -> None:
-    stored = mixed_precision(tmp_path / "stored", shards=1)
     change_weights(stored, lambda weights: weights.update({f"{UNQUANTIZED}.weight_scale": torch.ones(1)}))
-    assert verify(stored).problems == (f"{UNQUANTIZED}.weight_scale is the scale of no quantized weight",)
+    assert f"{UNQUANTIZED}.weight_scale is the scale of no quantized weight" in verify(stored).problems
 
-
-def test_a_cache_in_a_format_that_is_not_known(tmp_path: Path) -> None:
-    stored = mixed_precision(tmp_path / "stored")
     scheme = {"num_bits": 4, "type": "float"}
     change_json(stored / "config.json", lambda found: found["quantization_config"].update(kv_cache_scheme=scheme))
-    report = verify(stored)
-    assert report.problems == ()
-    assert "config.json has a kv_cache_scheme of 4 bits, type float" in report.notes
+    assert "config.json has a kv_cache_scheme of 4 bits, type float" in verify(stored).notes
 
 
 def test_layouts_that_are_not_read(tmp_path: Path) -> None:
@@ -243,14 +212,13 @@ def test_layouts_that_are_not_read(tmp_path: Path) -> None:
 
 def test_the_index_names_other_shards(tmp_path: Path) -> None:
     stored = mixed_precision(tmp_path / "stored", shards=2)
-    index = json.loads((stored / "model.safetensors.index.json").read_text())
-    index["weight_map"][f"{Q}.weight_scale"] = next(
-        shard for shard in index["weight_map"].values() if shard != index["weight_map"][f"{Q}.weight_scale"]
-    )
-    (stored / "model.safetensors.index.json").write_text(json.dumps(index))
-    done = run_openquant("verify", stored)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert f"{Q}.weight_scale" in done.stdout
+
+    def move(index: dict[str, Any]) -> None:
+        shards, name = index["weight_map"], f"{Q}.weight_scale"
+        shards[name] = next(shard for shard in shards.values() if shard != shards[name])
+
+    change_json(stored / "model.safetensors.index.json", move)
+    assert any(f"{Q}.weight_scale" in problem for problem in verify(stored).problems)
 
 
 def test_no_weight_is_quantized(tmp_path: Path) -> None:

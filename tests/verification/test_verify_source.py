@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import change_json, run_openquant
+from conftest import change_json
 from openquant import Report, compress, verify
+from openquant.cli.commands import main
 from openquant.formats.quantization import check_config_values
 from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, SCHEMES, TENSOR, TRANSFORMERS_REFUSAL
 from openquant.verification.checks import judge_config
@@ -95,56 +96,24 @@ def test_a_deleted_key_does_not_make_it_another_tool_s(shelf: Shelf, subtests: p
             )
 
 
-def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
-    out = tmp_path / "out"
-    compress(source, out, "block", format="compressed-tensors", scheme_for={"**.self_attn.*": "channel"})
-
-    def change(settings: dict[str, Any]) -> None:
-        settings["config_groups"]["group_1"]["input_activations"]["symmetric"] = False
-
-    change_settings(out, change)
-    place = "quantization_config.config_groups.group_1.input_activations.symmetric"
-    assert verify(out).problems == (f"config.json: {place} is false, openquant writes true",)
-
-
-@pytest.mark.parametrize("groups", ["x", None, [], {"a": 1}, {"a": {"weights": {}}}])
-def test_groups_where_we_write_none(ours: Path, groups: Any) -> None:
-    change_settings(ours, lambda settings: settings.update(config_groups=groups, more=1))
-    assert verify(ours).problems == (
-        f"config.json: quantization_config.config_groups is {json.dumps(groups)}, openquant writes none",
-        "config.json: quantization_config.more is 1, openquant writes none",
-    )
-
-
 # config.json.
 
 
 COMPUTED = [
     ({"hidden_size": 512}, "hidden_size is 512, the source has 256"),
-    ({"num_attention_heads": 8}, "num_attention_heads is 8, the source has 4"),
-    ({"num_key_value_heads": 4}, "num_key_value_heads is 4, the source has 2"),
-    ({"num_hidden_layers": 1}, "num_hidden_layers is 1, the source has 2"),
-    ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, the source has 1e-06"),
     ({"hidden_act": "gelu"}, 'hidden_act is "gelu", the source has "silu"'),
-    ({"vocab_size": 511}, "vocab_size is 511, the source has 512"),
     ({"dtype": "float16"}, 'dtype is "float16", the source has "bfloat16"'),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is true, the source has false"),
-    ({"attention_bias": True}, "attention_bias is true, the source has false"),
-    ({"max_position_embeddings": 64}, "max_position_embeddings is 64, the source has 2048"),
     ({"architectures": ["Qwen2ForCausalLM"]}, 'architectures is ["Qwen2ForCausalLM"], the source has ["Qwen3ForCausalLM"]'),
     ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
      "rope_parameters.rope_theta is 1000000.0, the source has 10000.0"),
-    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "factor": 4.0}},
-     "rope_parameters.factor is 4.0, the source has none"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.factor is 2.0, the source has none"),
     ({"rms_norm_eps": None}, "rms_norm_eps is null, the source has 1e-06"),
     ({"num_key_value_heads": ...}, "num_key_value_heads is missing, the source has 2"),
 ]  # fmt: skip
 NOT_COMPUTED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"transformers_version": "5"}, ('transformers_version is "5", the source has none',)),
-    ({"use_cache": True}, ("use_cache is true, the source has none",)),
     ({"initializer_range": 0.5}, ("initializer_range is 0.5, the source has 0.02",)),
-    ({"eos_token_id": 5}, ("eos_token_id is 5, the source has 0",)),
     ({"attention_dropout": 0.0}, ("attention_dropout is 0.0, the source has none",)),
     ({"initializer_range": ...}, ("initializer_range is missing, the source has 0.02",)),
     ({"attention_multiplier": 1.0}, ("attention_multiplier is 1.0, the source has none",)),
@@ -209,12 +178,6 @@ def test_rope_that_is_no_object_is_compared_as_it_is(value: Any) -> None:
             assert list(judge_config(config, {}))
 
 
-def test_a_long_value_is_cut(ours: Path, source: Path) -> None:
-    change_json(ours / CONFIG, lambda config: config.update(more="x" * 10**6))
-    (problem,) = verify(ours, source).problems
-    assert len(problem) < 300
-
-
 # quantization_config.
 
 
@@ -257,17 +220,13 @@ UNREAD_GROUPS = [
     ("quantization_status", "squeezed",
      'quantization_status is "squeezed", engines read "compressed" or "frozen" or "calibration" or "initialized"'),
     ("format", "dense", f'{GROUP} has the format "dense", {FORMATS}'),
-    ("format", ..., f"{GROUP} has the format null, {FORMATS}"),
     (f"{GROUP}.format", "pack-quantized", f'{GROUP} has the format "pack-quantized", {FORMATS}'),
-    ("kv_cache_scheme", "fp8", 'kv_cache_scheme is "fp8", engines read null or an object'),
+    # A long value is cut.
+    ("kv_cache_scheme", "f" * 300, f'kv_cache_scheme is "{"f" * 199}..., engines read null or an object'),
     ("kv_cache_scheme", {"type": "int"}, 'kv_cache_scheme.type is "int", engines read "float"'),
     (f"{GROUP}.weights.symmetric", "yes", f'{GROUP}.weights.symmetric is "yes", engines read true'),
-    (f"{GROUP}.weights.dynamic", True, f"{GROUP}.weights.dynamic is true, engines read false"),
     (f"{GROUP}.weights.actorder", "group", f'{GROUP}.weights.actorder is "group", engines read null or false'),
     (f"{GROUP}.input_activations.type", "flaot", f'{GROUP}.input_activations.type is "flaot", engines read "float"'),
-    (f"{GROUP}.input_activations.num_bits", 4, f"{GROUP}.input_activations.num_bits is 4, engines read 8"),
-    (f"{GROUP}.input_activations.dynamic", "local",
-     f'{GROUP}.input_activations.dynamic is "local", engines read false or true'),
     (f"{GROUP}.input_activations.strategy", "channel",
      f'{GROUP}.input_activations.strategy is "channel", engines read "token" or "tensor" or "group" for dynamic activations'),
     (f"{GROUP}.output_activations", {}, f"{GROUP}.output_activations is {{}}, engines read null"),
@@ -300,18 +259,6 @@ def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> Non
     assert found(verify(out)) == ((), (f"config.json: no engine is known to read {place}",))
 
 
-def test_a_listed_name_that_no_plan_lists(ours: Path, source: Path) -> None:
-    """vLLM finds no layer of that name, SGLang takes it for the beginning of all."""
-
-    def add(settings: dict[str, Any]) -> None:
-        for key in ("ignored_layers", "modules_to_not_convert"):
-            settings[key].append("model")
-
-    change_settings(ours, add)
-    assert verify(ours).problems == ()
-    assert verify(ours, source).problems == ("config.json: ignored_layers lists model, the plan does not",)
-
-
 def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> None:
     """All else is still held against a plan of the source."""
 
@@ -329,9 +276,8 @@ def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> Non
     assert notes == ()
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
-def test_two_quantization_configs(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    out = request.getfixturevalue(whose)
+def test_two_quantization_configs(others: Path, source: Path) -> None:
+    out = others
     change_json(out / CONFIG, lambda config: config.update(compression_config=config["quantization_config"]))
     assert verify(out, source).problems == ()
     change_json(
@@ -344,9 +290,8 @@ def test_two_quantization_configs(whose: str, source: Path, request: pytest.Fixt
 # Files.
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
-def test_weights_beside_a_single_file(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    out = request.getfixturevalue(whose)
+def test_weights_beside_a_single_file(others: Path, source: Path) -> None:
+    out = others
     save_file({"x": torch.ones(1)}, out / "extra.safetensors")
     save_file({"x": torch.ones(1)}, out / "consolidated.safetensors")
     expected = (
@@ -366,11 +311,7 @@ def test_weights_that_no_index_names(tmp_path: Path) -> None:
     )
 
 
-SERVED = ["chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.json", "preprocessor_config.json",
-          "hf_quant_config.json", "modeling_x.py"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ["additional_chat_templates/tools.jinja", "hf_quant_config.json", "modeling_x.py"])
 def test_files_that_change_what_is_served(ours: Path, source: Path, name: str) -> None:
     (ours / name).parent.mkdir(exist_ok=True)
     (ours / name).write_text("{}")
@@ -394,9 +335,8 @@ def test_files_that_change_nothing_are_a_note(ours: Path, source: Path) -> None:
     assert found(verify(ours, source)) == ((), (f"not in the source: {', '.join(names[:5])} and 1 more",))
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
-def test_an_adapter_is_a_problem(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    out = request.getfixturevalue(whose)
+def test_an_adapter_is_a_problem(ours: Path, source: Path) -> None:
+    out = ours
     (out / "adapter_config.json").write_text("{}")
     problem = "adapter_config.json is there: transformers loads the adapter with the model"
     assert found(verify(out)) == ((problem,), ())
@@ -404,13 +344,6 @@ def test_an_adapter_is_a_problem(whose: str, source: Path, request: pytest.Fixtu
     # Of the source none is copied, so it explains none.
     (source / "adapter_config.json").write_text("{}")
     assert found(verify(out, source)) == ((problem,), ())
-
-
-def test_another_description_of_the_quantization_is_a_note_in_others(others: Path) -> None:
-    (others / "hf_quant_config.json").write_text("{}")
-    (others / "chat_template.jinja").write_text("{}")
-    told = "hf_quant_config.json (engines read it only where config.json says nothing of quantization)"
-    assert found(verify(others)) == ((), (f"beside the model: {told}",))
 
 
 def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -432,14 +365,6 @@ def test_a_header_that_only_the_safetensors_library_refuses(ours: Path, source: 
             f"{ONE} cannot be opened with the safetensors library: "
             "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"
         )
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
-def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
-    (ours / CONFIG).write_bytes((ours / CONFIG).read_text().encode(encoding))
-    done = run_openquant("verify", ours)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {ours / CONFIG} begins with a byte-order mark")
 
 
 # Codes and scales made again.
@@ -477,20 +402,6 @@ def test_a_code_moved_by_one(whose: str, source: Path, request: pytest.FixtureRe
         "(1 of 131072 codes differ)"
     )
     assert report.problems == ((message,) if whose == "ours" else ())
-
-
-def test_a_scale_a_little_off(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    compress(source, out, "block")
-    scale = f"{DOWN}.weight_scale_inv"
-    before = float(load_file(out / ONE)[scale][1, 2])
-    change_weights(out, lambda weights: weights[scale][1, 2].mul_(1.004))
-    after = float(load_file(out / ONE)[scale][1, 2])
-    problem, *codes = verify(out, source, full=True).problems
-    assert problem == (
-        f"{ONE}: {scale} holds {after:.9g} at [1, 2], the source makes it {before:.9g} (1 of 8 scales differ)"
-    )
-    assert all(" has the code " in message for message in codes)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
@@ -577,41 +488,18 @@ def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path
     assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_source_that_holds_no_number(ours: Path, source: Path, value: float) -> None:
-    change_weights(source, lambda weights: weights[f"{DOWN}.weight"][3].fill_(value))
+def test_a_source_that_holds_no_number(ours: Path, source: Path) -> None:
+    change_weights(source, lambda weights: weights[f"{DOWN}.weight"][3].fill_(float("inf")))
     report = verify(ours, source, full=True)
     assert report.problems == (f"{DOWN}.weight in the source's {ONE} holds NaN or infinity",)
     assert len(report.errors) == 13
 
 
-def test_scales_beyond_all_measure_warn_of_nothing(others: Path, source: Path) -> None:
-    change_weights(others, lambda weights: weights[f"{DOWN}.weight_scale"].fill_(3e38))
-    change_weights(others, lambda weights: weights[f"{Q}.weight_scale"].fill_(1e-45))
-    problems = verify(others, source, full=True).problems
-    assert [problem.split(" is off by ")[0] for problem in problems] == [
-        f"{DOWN}.weight in {ONE} decodes to weights that overflow bfloat16: {DOWN}.weight_scale reaches 3e+38",
-        f"{ONE}: {Q}.weight",
-    ]
-
-
-def test_what_is_printed_of_codes(others: Path, source: Path) -> None:
+def test_what_is_printed_of_codes(others: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_weights(others, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(1))
-    done = run_openquant("verify", others, "--source", source, "--full")
-    assert "99.99 % of the codes are the nearest to the source under their scales\n" in done.stdout
-
-
-@pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
-def test_scales_of_nvfp4_may_be_searched_for_or_not(source: Path, tmp_path: Path, search: bool) -> None:
-    out, scale = tmp_path / "out", f"{DOWN}.weight_scale"
-    compress(source, out, "nvfp4", no_search=not search)
-    assert found(verify(out, source, full=True)) == ((), ())
-    # To the next of E4M3.
-    change_weights(out, lambda weights: weights[scale].view(torch.uint8)[1, 2].add_(1))
-    problem = verify(out, source, full=True).problems[0]
-    held = float(load_file(out / ONE)[scale][1, 2])
-    assert problem.startswith(f"{ONE}: {scale} holds {held:.6g} at [1, 2], the source makes it ")
-    assert problem.endswith("(1 of 8192 scales differ)")
+    main(["verify", str(others), "--source", str(source), "--full"])
+    printed = capsys.readouterr().out
+    assert "99.99 % of the codes are the nearest to the source under their scales\n" in printed
 
 
 @pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
