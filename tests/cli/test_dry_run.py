@@ -106,7 +106,11 @@ def test_a_push_is_described_and_makes_no_repository(site: Site, here: Path) -> 
     assert site.ask("push", "FP8", "name").returncode == 0
     commits = site.hub.commits("user/name")
     done = site.ask("push", "FP8", "name", "--create-pr", "--dry-run")
-    assert "a pull request is opened\nwrites  user/name (a repository that exists)\n" in done.stdout
+    replaced = f"{', '.join(files[:4])} and {len(files) - 4} more in the repository are replaced where they differ"
+    exists = "writes  user/name (a repository that exists)\n"
+    assert f"a pull request is opened\ndoes    {replaced}\n{exists}" in done.stdout
+    done = site.ask("compress", "-m", EXAMPLE, "-o", "out", "--push-to-hub", "other", "--dry-run")
+    assert "note: the run pushes to user/other, a repository that is created: one commit to main\n" in done.stdout
     assert site.hub.commits("user/name") == commits
 
 

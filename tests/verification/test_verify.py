@@ -23,6 +23,7 @@ from openquant import Report, compress, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError
 from openquant.formats.schemes import BLOCK, INT8_W8A16, SCHEMES, TENSOR
+from openquant.report import text
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.quantized_checkpoints import BLOCKS, Make, by_blocks, by_rows, by_tensor, group, store
@@ -732,6 +733,22 @@ def test_problems_are_listed_and_the_exit_code_is_1(
     # Those that were not decoded do not count.
     _, stdout, _ = run_verify(capsys, out, "--source", source, "--full")
     assert "\n12 of 14 layers decoded: relative error " in stdout
+
+
+def test_of_another_source_a_screen_is_printed(
+    ours: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out = ours
+    other = small_checkpoints.write(tmp_path / "other", seed=1)
+    monkeypatch.setattr(text, "MOST_PROBLEMS", 3)
+    code, stdout, _ = run_verify(capsys, out, "--source", other)
+    found = verify(out, other)
+    assert code == 1
+    assert [line for line in stdout.splitlines() if line.startswith(("problem", "and", "hint"))] == [
+        *(f"problem: {problem}" for problem in found.problems[:3]),
+        f"and {len(found.problems) - 3} more problems: --json has them all",
+        f"hint: no tensor equals one of {other}: give --source the model that {out} was made from",
+    ]
 
 
 def test_each_kind_of_problem_has_its_hint(ours: tuple[Path, Path]) -> None:
