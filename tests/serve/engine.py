@@ -4,6 +4,7 @@ Each line of stdin is a question, [mode, output, environment, *directories] in J
 
     logprobs       of random prompts
     text           of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
+    FILE.json      of the prompts in a file like text_prompts.json
     pooled         embeddings or the scores of classes, of random prompts
     layers
     auto, fp8      what is kept of a token in a cache of that dtype
@@ -247,8 +248,9 @@ def answer(mode: str, directory: Path, output: Path, environment: dict[str, str]
             np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
         elif mode == "pooled":
             np.save(output.with_suffix(".npy"), pooled(directory, random_prompts(vocabulary_of(directory))))
-        elif mode == "text":
-            np.save(output.with_suffix(".npy"), logprobs(directory, json.loads(TEXT.read_text())))
+        elif mode == "text" or mode.endswith(".json"):
+            prompts = json.loads((TEXT if mode == "text" else Path(mode)).read_text())
+            np.save(output.with_suffix(".npy"), logprobs(directory, prompts))
         else:
             # Neither computes anything, and so any experts can be built.
             FusedMoEConfig.__post_init__ = configure_experts

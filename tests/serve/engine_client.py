@@ -83,7 +83,7 @@ class Engine:
     def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs", **environment: str) -> Answers:
         """Log-probabilities of the same prompts by each model, [position, token].
 
-        The prompts are random ones, with "text" those of text_prompts.json.
+        The prompts are random ones, with "text" those of text_prompts.json, with FILE.json those of a file.
         With "pooled" they are embeddings or scores, [prompt, value].
         """
         found = self._ask(mode, list(models.values()), output, **environment)
