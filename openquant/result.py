@@ -80,7 +80,7 @@ class Result:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
         unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
         notes: remarks on the plan and on the model, as the command prints them after "note:". The last names
-            layers that this run quantized and whose weights are all zero.
+            layers whose weights are all zero.
         engines: the engines that load the output: ["vLLM", "SGLang"].
         fit: what `fit` chose from, with the keys that `fit --search --json` prints; None without it.
     """

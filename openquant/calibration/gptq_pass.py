@@ -16,7 +16,8 @@ accumulated in parts: the first while texts run through the layer, the others fr
     units = find_hessians(model, plan)             # {"model.layers.0": LayerHessians(..), ..}
     observer = HessianObserver(model.model, units.values())
     first, *others = in_memory_parts(units["model.layers.0"].hessians, max_bytes)
-    ...                                            # set `accumulating` of the first part, run texts with observer.on()
+    ...                                            # set `accumulating` of the first part and `kept` of the others, and
+                                                   # run texts with observer.on()
     first[0].pop_matrix()                          # float32 [in, in]
 """
 
@@ -50,6 +51,7 @@ from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
 from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
+from ..streaming.memory import ROWS, hessian_nbytes
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
@@ -363,9 +365,6 @@ def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[Bits]
 
 # Rows of the upper triangle that one product computes: a Hessian is symmetric, its lower triangle is copied at the end.
 PANEL = 256
-# Rows that are added at once, if fewer come in a call, as of an expert: of 16 rows each takes one and a half times as
-# long as of these.
-ROWS = 128
 # How many tokens the Hessian of the MoE layer counts for in that of each expert's gate and up: it decides how experts
 # that few tokens are routed to are rounded.
 MOE_TOKENS = 64
@@ -382,10 +381,10 @@ class Hessian:
             dense layers.
         sensitivity: float32 [documents, tokens], by which squared inputs are weighed; None if all tokens count alike.
         accumulating: whether `add` adds.
-        kept: where `add` keeps inputs that are to be added later; None to drop them unless they are added.
+        kept: where `add` keeps inputs of a Hessian that accumulates later; None if it does not.
         tokens: number of tokens added.
         upper: float32 [in, in], whose upper triangle, with the diagonal, is the sum; None before the first token.
-        waiting: inputs float32 [tokens, in] that are not in the sum yet, fewer than ROWS.
+        waiting: inputs that are not in the sum yet, each float32 [tokens, in], together fewer than ROWS tokens.
     """
 
     width: int
@@ -407,7 +406,7 @@ class Hessian:
     @property
     def nbytes(self) -> int:
         """Bytes of the matrix, of inputs that wait, and of its output tensors."""
-        return 4 * self.width * (self.width + ROWS) + sum(info.nbytes for info in self.output_tensors)
+        return hessian_nbytes(self.width) + sum(info.nbytes for info in self.output_tensors)
 
     @property
     def wants_inputs(self) -> bool:
@@ -425,7 +424,9 @@ class Hessian:
             self.kept.keep(self, inputs, document)
             return
 
-        tokens = inputs.reshape(-1, self.width).float()
+        tokens = inputs.reshape(-1, self.width)
+        # What waits is a copy: the model may change its inputs, or move them to a file.
+        tokens = tokens.to(torch.float32, copy=len(tokens) < ROWS)
         if self.sensitivity is not None:
             weights = self.sensitivity[document].to(tokens.device)
             # A Linear of several groups, as in DeepSeek-V4, has a row for each group.
@@ -475,9 +476,8 @@ class KeptInputs:
     def __init__(self, file: OffloadFile, device: str) -> None:
         self._file = file
         self._device = device
-        # By Hessian, number of the document and offset in the file of the inputs of each call, and an empty tensor of
-        # their shape.
-        self._calls: dict[Hessian, list[tuple[int, int, Tensor]]] = {}
+        # By Hessian, number of the document, offset in the file, shape and dtype of the inputs of each call.
+        self._calls: dict[Hessian, list[tuple[int, int, torch.Size, torch.dtype]]] = {}
 
     def keep(self, hessian: Hessian, inputs: Tensor, document: int) -> None:
         """Write inputs [..., in] of a document.
@@ -485,8 +485,10 @@ class KeptInputs:
         Raises:
             OutputError: the disk is full or fails.
         """
-        offset = self._file.write(_memory(inputs.cpu().contiguous()))
-        self._calls.setdefault(hessian, []).append((document, offset, torch.empty_like(inputs, device="meta")))
+        # A copy: torch does not resize what numpy has seen, as hidden states are.
+        copied = inputs.cpu().clone(memory_format=torch.contiguous_format)
+        offset = self._file.write(_memory(copied))
+        self._calls.setdefault(hessian, []).append((document, offset, inputs.shape, inputs.dtype))
 
     def move_to(self, hessian: Hessian) -> None:
         """Add all inputs that were kept of a Hessian to it, in their order; none if it accumulated them itself.
@@ -498,8 +500,8 @@ class KeptInputs:
             return
         hessian.kept = None
         hessian.accumulating = True
-        for document, offset, like in self._calls.pop(hessian, ()):
-            inputs = torch.empty(like.shape, dtype=like.dtype)
+        for document, offset, shape, dtype in self._calls.pop(hessian, ()):
+            inputs = torch.empty(shape, dtype=dtype)
             self._file.read(_memory(inputs), offset)
             hessian.add(inputs.to(self._device), document)
 
@@ -593,7 +595,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
         super().__init__(model, linears, experts)
 
     def on_input(self, values: Tensor, into: Hessian | ExpertHessians, place: str) -> Tensor:
-        """Add the inputs of a module to its Hessians, those of them that accumulate.
+        """Add the inputs of a module to those of its Hessians that accumulate, and keep them for others.
 
         Args:
             values: the inputs, [..., in]; for down of stacked experts the rows are sorted by expert.

@@ -545,7 +545,9 @@ def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
     half = BUDGET if free is None else free // 2
     if passing > half:
         passing *= 2
-    passing += kept_inputs(plan, tokens, half)
+    # As _round_layers divides the memory.
+    limit = BUDGET if free is None else hessian_memory(plan) + half
+    passing += kept_inputs(plan, tokens, limit) + missing_bytes(job)
 
     # A calibration has three float32 statistics for each input of each layer.
     calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())

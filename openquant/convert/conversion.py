@@ -74,10 +74,8 @@ COMPILED_MEMORY = 176 << 20
 # Number of weights from which on the compiled loops save more time than loading and compiling them takes.
 LARGE = 2 << 30
 
-# How names of tensors end whose elements are weights, so that some are not zero: of those that stay as they are, and of
-# those that GPTQ has rounded.
+# How names of tensors end whose elements are weights.
 WEIGHTS = (".weight", "_proj")
-CODES = (".weight", ".weight_packed")
 # Bytes that tell nearly always that others than the first occur.
 PROBED = 1 << 12
 
@@ -131,11 +129,11 @@ class WeightFindings:
     Attributes:
         not_finite: by tensor name in the output, the numbers of NaN and of infinite elements in unquantized tensors,
             which are written all the same; tensors without any are left out.
-        zero_layers: modules whose weights are all zero, quantized or not. Those whose codes are the source's are not
-            looked at.
+        zero_layers: modules whose weights are all zero, quantized or not. Norms, and weights that the source has in
+            codes, are not looked at.
         lost_layers: modules of which far more weights than usual became zero as they were quantized.
         zero_bytes: by tensor name, the bytes found in pieces that stand for nothing but zeros.
-        lock: is held to add to these; several threads do.
+        lock: is held while counts of a tensor change, of which several threads may have pieces.
     """
 
     not_finite: dict[str, NonFinite] = field(default_factory=dict)
@@ -156,12 +154,19 @@ class WeightFindings:
             with self.lock:
                 self.not_finite[name] = self.not_finite.get(name, NonFinite()) + count
 
-        if name.endswith(WEIGHTS) and data.size and data[0] == 0 and _is_uniform(data):
+        # Of a norm that is stored as its difference from 1, zeros are sound.
+        if name.endswith(WEIGHTS) and len(tensor.shape) > 1 and _has_only(0, data):
             self._add_zeros(tensor, data.nbytes)
 
-    def look_at_codes(self, tensor: TensorInfo, data: Bytes) -> None:
-        """Look for one and the same code in a piece of a layer that GPTQ has rounded, as a layer of zeros has."""
-        if tensor.name.endswith(CODES) and _is_uniform(data):
+    def look_at_rounded(self, tensor: TensorInfo, zero: int | None, data: Bytes) -> None:
+        """Look for nothing but codes of zero in a piece of a tensor that GPTQ has rounded.
+
+        Args:
+            tensor: its name in the output, dtype and shape.
+            zero: the byte that packed codes of zero repeat; None if there is no such byte, or for scales.
+            data: the piece.
+        """
+        if zero is not None and _has_only(zero, data):
             self._add_zeros(tensor, data.nbytes)
 
     def _add_zeros(self, tensor: TensorInfo, nbytes: int) -> None:
@@ -172,9 +177,9 @@ class WeightFindings:
                 self.zero_layers.add(tensor.name.removesuffix("_packed").removesuffix(".weight"))
 
 
-def _is_uniform(data: Bytes) -> bool:
-    """Return whether all bytes are equal."""
-    return bool((data[:PROBED] == data[0]).all() and (data == data[0]).all())
+def _has_only(value: int, data: Bytes) -> bool:
+    """Return whether all bytes have a value."""
+    return bool((data[:PROBED] == value).all() and (data == value).all())
 
 
 class ShardTransfer(Protocol):
@@ -245,8 +250,8 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
         layout: file name, header and tensors that the plan has for it.
 
     Returns:
-        The NaN and infinities in unquantized tensors, and the layers of which nearly all codes stand for zero, but for
-        those with zero points.
+        The NaN and infinities in unquantized tensors, those of nothing but zeros, and the quantized layers of which
+        nearly all codes stand for zero, but for those with zero points. Why they do, the shard does not show.
 
     Raises:
         SourceError: the shard cannot be read.
@@ -256,13 +261,9 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
 
     with SourceFile(path, layout.name) as file:
         for write in layout.writes:
-            look_at = findings.look_at
             match write:
-                case CopyTensor():
+                case CopyTensor() | CopyRounded():
                     tensor = write.tensor
-                case CopyRounded():
-                    tensor = write.tensor
-                    look_at = findings.look_at_codes
                 case Unstack() | TransformWeight():
                     tensor = _tensor(write.weight)
                 case Encode():
@@ -274,7 +275,10 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
             for low in range(0, tensor.nbytes, BUFFER):
                 piece = buffer[: min(BUFFER, tensor.nbytes - low)]
                 file.read(piece, write.target + low, tensor.name)
-                look_at(tensor, piece)
+                if isinstance(write, CopyRounded):
+                    findings.look_at_rounded(tensor, write.zero, piece)
+                else:
+                    findings.look_at(tensor, piece)
 
     return findings
 
@@ -489,7 +493,7 @@ class _Worker:
             if isinstance(write, CopyTensor):
                 self.findings.look_at(write.tensor, piece)
             else:
-                self.findings.look_at_codes(write.tensor, piece)
+                self.findings.look_at_rounded(write.tensor, write.zero, piece)
             buffer.send(file, piece, write.target + done)
             done += piece.nbytes
             self.conversion.advance(piece.nbytes if isinstance(write, CopyTensor) else 0)

@@ -304,7 +304,7 @@ def make_evaluation(
 def _guess_notes(source: Checkpoint, perplexity: float) -> list[str]:
     """Say that the source guesses, which leaves nothing that an output could lose."""
     vocabulary = vocabulary_of(source)
-    if vocabulary is None or perplexity < GUESSED * vocabulary:
+    if vocabulary is None or not perplexity >= GUESSED * vocabulary:
         return []
     return [
         f"the source does little better than guess among its {vocabulary:,} tokens (perplexity {perplexity:,.0f}): its "

@@ -39,6 +39,9 @@ COMPARISON = 224 << 20
 # Bytes per weight that GPTQ rounds: as float32, its error, the value of its code, and copies in act-order; and the
 # number of weights that it rounds at once.
 ROUNDED, AT_ONCE = 26, 1 << 24
+# Tokens that are added to a Hessian at once, if fewer come in a call, as to an expert's: 16 at a time take one and a
+# half times as long.
+ROWS = 128
 # Bytes that the allocator keeps of pieces that were freed while units are scored: one run of many took 13 MB more than
 # all that is counted.
 FREED = 32 << 20
@@ -229,6 +232,11 @@ def sensitivity_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
     return [MemoryStep("weighing tokens", nbytes, "leave --tune out")]
 
 
+def hessian_nbytes(width: int) -> int:
+    """Return the bytes of a float32 Hessian [width, width], and of inputs that wait to be added to it."""
+    return 4 * width * (width + ROWS)
+
+
 def hessian_memory(plan: Plan) -> int:
     """Return the bytes of the largest Hessian [in, in] in float32, with the outputs of all layers that share it.
 
@@ -237,10 +245,11 @@ def hessian_memory(plan: Plan) -> int:
     fused: dict[tuple[str, ...], list[int]] = {}
     for weight, scheme in plan.gptq_rounded:
         key = tuple(plan.decisions.fused.get(weight.module, (weight.module,)))
-        sizes = fused.setdefault(key, [4 * weight.shape[1] ** 2])
+        sizes = fused.setdefault(key, [hessian_nbytes(weight.shape[1])])
         sizes.append(sum(info.nbytes for info in rounded_tensors(weight, scheme)))
     all_tokens = max(
-        (4 * weight.shape[1] ** 2 for weight, _ in plan.gptq_rounded if plan.entry.experts(weight.module)), default=0
+        (hessian_nbytes(weight.shape[1]) for weight, _ in plan.gptq_rounded if plan.entry.experts(weight.module)),
+        default=0,
     )
     return max(map(sum, fused.values()), default=0) + all_tokens
 
@@ -256,15 +265,19 @@ def kept_inputs(plan: Plan, tokens: int, max_hessian_bytes: int) -> int:
     hessians: Counter[str] = Counter()
     # By layer, the inputs of a token for each kind of module: an expert's count for each expert that it goes to.
     inputs: dict[str, dict[str, int]] = {}
-    for weight, _ in plan.gptq_rounded:
-        first, *_ = plan.decisions.fused.get(weight.module, (weight.module,))
+    for weight, scheme in plan.gptq_rounded:
         match = _LIST_ITEM.match(weight.module)
-        if match is None or weight.module != first:
+        if match is None:
+            continue
+
+        hessians[match[1]] += sum(info.nbytes for info in rounded_tensors(weight, scheme))
+        first, *_ = plan.decisions.fused.get(weight.module, (weight.module,))
+        if weight.module != first:
             continue
 
         width = weight.shape[1]
         experts = _experts_of_token(plan.decoded) if plan.entry.experts(weight.module) else 1
-        hessians[match[1]] += 4 * width**2
+        hessians[match[1]] += hessian_nbytes(width)
         inputs.setdefault(match[1], {})[weight.name_template] = experts * width
 
     most = max((sum(inputs[layer].values()) for layer in inputs if hessians[layer] > max_hessian_bytes), default=0)

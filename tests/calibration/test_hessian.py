@@ -151,6 +151,15 @@ def test_experts_without_tokens_have_the_hessian_of_the_moe_layer() -> None:
     assert few.upper is None
 
 
+def test_inputs_that_wait_are_not_those_of_the_model() -> None:
+    """Float32 ones are not copied by conversion, and a unit's are resized where they go to a file."""
+    hessian = Hessian(4, accumulating=True)
+    inputs = torch.ones(3, 4)
+    hessian.add(inputs)
+    inputs.zero_()
+    assert hessian.pop_matrix().tolist() == torch.full((4, 4), 3.0).tolist()
+
+
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
 def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, name: str) -> None:
     """And in compiled loops as in numpy's."""

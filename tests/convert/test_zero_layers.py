@@ -48,18 +48,22 @@ def test_the_run_names_them(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_not_quantized_and_what_gptq_has_rounded(tmp_path: Path) -> None:
-    modules = ("model.embed_tokens", "model.layers.0.input_layernorm", "model.layers.1.mlp.up_proj")
+    modules = ("model.embed_tokens", "model.layers.1.mlp.up_proj")
 
     def zero(held: dict[str, torch.Tensor]) -> None:
         for module in modules:
             held[f"{module}.weight"].zero_()
-        held["model.layers.1.input_layernorm.weight"][1:] = 0
+        # It may be stored as its difference from 1.
+        held["model.layers.0.input_layernorm.weight"].zero_()
+        held["model.layers.0.mlp.up_proj.weight"].fill_(0.5)
 
     source = small_checkpoints.changed_copy(EXAMPLE, tmp_path / "source", zero)
+    note = f"all weights are zero: {', '.join(modules)}"
     plain = compress(source, tmp_path / "plain", "int4", group_size=64)
-    gptq = compress(source, tmp_path / "gptq", "int4", group_size=64, gptq=True, samples=2, length=16)
-    assert f"all weights are zero: {', '.join(modules)}" in plain.notes
-    assert f"all weights are zero: {', '.join(modules)}" in gptq.notes
+    assert [found for found in plain.notes if "zero" in found] == [note]
+    for scheme in ("int4", "channel", "nvfp4"):
+        gptq = compress(source, tmp_path / scheme, scheme, gptq=True, samples=2, length=16)
+        assert [found for found in gptq.notes if "zero" in found] == [note], scheme
 
 
 def test_experts_of_a_stack(tmp_path: Path) -> None:
