@@ -461,12 +461,15 @@ def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Pa
         compress(source, unfinished)
     with pytest.raises(OutputError, match="notes.txt exists and is not a directory"):
         compress(source, out / "notes.txt")
+    with pytest.raises(OutputError, match=r"notes.txt/x cannot be written: Not a directory"):
+        compress(source, out / "notes.txt" / "x")
     (tmp_path / "empty").mkdir()
     compress(source, tmp_path / "empty")
 
 
 JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
-            '{"format": 1, "digest": "", "done": true, "files": [{}]}']  # fmt: skip
+            '{"format": 1, "digest": "", "done": true, "files": [{}]}',
+            '{"format": 1, "digest": "", "done": true, "files": [], "weights": []}']  # fmt: skip
 
 
 def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path) -> None:

@@ -87,21 +87,3 @@ def test_only_what_is_missing_is_needed(tmp_path: Path) -> None:
     shard.unlink()
     assert 0 < tensors < whole
     assert compress(EXAMPLE, tmp_path / "out", dry_run=True).disk_bytes == tensors
-
-
-def test_another_directory_is_refused_before_texts_are_run(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("mine")
-    for recipe in RECIPES:
-        with subtests.test(recipe=recipe):
-            with pytest.raises(OutputError) as caught:
-                compress(EXAMPLE, out, samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
-            assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds mine.txt"
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_what_cannot_be_a_directory_is_refused_before_texts_are_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OutputError, match="file/out cannot be written: Not a directory"):
-        compress(EXAMPLE, tmp_path / "file" / "out", "int8", smooth=0.5, samples=2, length=64, reporter=NoPass())
