@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from conftest import EXAMPLE
 from openquant import compress, verify
 from openquant.files.output import OutputDirectory
 from openquant.weights import reading
@@ -45,33 +43,6 @@ def test_the_run_names_them(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     result = compress(source, tmp_path / "kept", ignore=["**.down_proj"])
     assert NOTE in result.notes
-
-
-def test_what_is_not_quantized_and_what_gptq_has_rounded(tmp_path: Path) -> None:
-    modules = ("model.embed_tokens", "model.layers.0.input_layernorm", "model.layers.1.mlp.up_proj")
-
-    def zero(held: dict[str, torch.Tensor]) -> None:
-        for module in modules:
-            held[f"{module}.weight"].zero_()
-        held["model.layers.1.input_layernorm.weight"][1:] = 0
-
-    source = small_checkpoints.changed_copy(EXAMPLE, tmp_path / "source", zero)
-    plain = compress(source, tmp_path / "plain", "int4", group_size=64)
-    gptq = compress(source, tmp_path / "gptq", "int4", group_size=64, gptq=True, samples=2, length=16)
-    assert f"all weights are zero: {', '.join(modules)}" in plain.notes
-    assert f"all weights are zero: {', '.join(modules)}" in gptq.notes
-
-
-def test_experts_of_a_stack(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", vocab=128)
-    stack = next(name for name in load_file(root / "model.safetensors") if name.endswith("experts.gate_up_proj"))
-
-    def change(held: dict[str, torch.Tensor]) -> None:
-        held[stack][1:3, :, held[stack].shape[2] // 2 :] = 0
-
-    small_checkpoints.change_weights(root, change)
-    result = compress(root, tmp_path / "out", "channel")
-    assert f"all weights are zero: {stack.replace('gate_up_proj', '{1..2}.up_proj')}" in result.notes
 
 
 # Layers that lose their weights beside others under one scale: of their own, of a fused layer, in each row.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from openquant.formats.format import ActivationQuantization
+import pytest
+
+from openquant.errors import UsageError
+from openquant.formats.format import ActivationQuantization, read_activation_quantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.quantization import read_quantization
 from openquant.formats.schemes import (
@@ -59,3 +62,9 @@ def test_every_scheme_and_algorithm_of_modelopt_says_what_becomes_of_activations
     for config, inputs in configs:
         found = read_quantization({"quantization_config": config})
         assert found.inputs_of("model.layers.0.mlp.up_proj") == inputs, config
+
+
+def test_what_is_not_known_stops() -> None:
+    said = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    with pytest.raises(UsageError, match="config.json quantizes activations as .*, which is not known here"):
+        read_activation_quantization(said)

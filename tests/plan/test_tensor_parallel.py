@@ -61,12 +61,6 @@ def test_what_divides(
     assert why_indivisible(shape, split, COUNTS, group, size) == problem
 
 
-def test_where_the_config_counts_no_heads_only_lengths_count() -> None:
-    for config in ({}, *({HEADS: count} for count in (0, -2, "6", 2.0))):
-        assert why_indivisible((96, 64), QUERIES, config, ROWS, 4) is None
-        assert why_indivisible((96, 64), QUERIES, config, ROWS, 5) == "96 does not divide by 5"
-
-
 def test_the_parts_of_a_merged_layer() -> None:
     merged = ParallelSplit(".qkv", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS))
     pair = ParallelSplit(".gate_up", "out", parts=(None, None))

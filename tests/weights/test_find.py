@@ -548,3 +548,19 @@ def test_shapes_of_packed_weights_are_read(tmp_path: Path) -> None:
         change_weights(source, lambda weights, shape=shape: weights.update({f"{Q}.weight_shape": torch.tensor(shape)}))
         with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is {told}$"):
             dequantize(source, tmp_path / "no")
+
+
+def test_what_engines_have_no_place_for_is_left_out(tmp_path: Path) -> None:
+    """And is a problem in an output; one in which nothing is quantized has a note."""
+    source = store(tmp_path / "source", by_tensor(**STATIC, act_scale=torch.tensor(1.0)), PER_TENSOR)
+    compress(source, tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
+    assert not [name for name in found if name.endswith("act_scale")]
+    [note] = make_plan(open_checkpoint(source), TENSOR).notes
+    assert note.startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
+    change_weights(tmp_path / "out", lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
+    told = (f"model.safetensors: {Q}.act_scale is a tensor that engines refuse to load",)
+    assert verify(tmp_path / "out").problems == told
+    assert compress(source, tmp_path / "copy", ignore=["**"]).quantized_tensors == 0
+    compress(small_checkpoints.write(tmp_path / "plain"), tmp_path / "none", ignore=["**"])
+    assert "nothing is quantized" in verify(tmp_path / "none").notes

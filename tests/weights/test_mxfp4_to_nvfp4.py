@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from openquant import compress, diagnose, verify
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.shardfile import TensorInfo
-from openquant.formats.schemes import MXFP4, NVFP4
+from openquant.formats.schemes import NVFP4
 from openquant.plan.plan import make_plan
-from openquant.weights.weight import Weight, WeightTransform
 from support import small_checkpoints
 from support.quantized_checkpoints import Make, Weights, group, is_layer, store
 from support.rows import for_each
@@ -99,14 +96,6 @@ def test_powers_of_two_that_e4m3_does_not_have(tmp_path: Path) -> None:
     assert changed <= fused
     # As exact as quantizing other weights.
     assert max(error.relative for error in report.errors) < 0.1
-
-
-def test_smoothed_weights_are_others() -> None:
-    shape = (16, 32)
-    weight = Weight("up", "up", TensorInfo("up.weight", "BF16", shape), shape, format=MXFP4.format)
-    smoothed = weight._replace(transform=WeightTransform(columns=np.ones(32, np.float32)))
-    assert [each.divides_into(NVFP4.format) for each in (weight, smoothed)] == [True, False]
-    assert not weight.divides_into(MXFP4.format)
 
 
 def test_diagnose_and_the_plan_know_it(tmp_path: Path) -> None:
