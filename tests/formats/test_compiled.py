@@ -152,3 +152,13 @@ def test_without_a_compiler_loops_are_numpy_s(tmp_path: Path) -> None:
     (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
     assert ran(ALONE, PYTHONPATH=path) == ("numpy\n", "")
+
+
+def test_values_are_rounded_to_the_same_bfloat16() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
+    bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
+    bits[(bits & 0x7F800000) == 0x7F800000] = 0x80000000
+    found = [np.zeros(bits.shape, np.uint16) for _ in range(2)]
+    for loops, out in zip((kernels, compiled), found, strict=True):
+        loops.to_bfloat16(bits.view(np.float32), out)
+    np.testing.assert_array_equal(found[1], found[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openquant.formats.hardware import GPUS, HARDWARE, LONGEST, find_gpu, nearest_gpus
+from openquant.formats.hardware import GPUS, HARDWARE, LONGEST, find_gpu, is_apple, nearest_gpus
 
 
 def test_a_name_is_found_however_it_is_written() -> None:
@@ -56,3 +56,7 @@ def test_near_names_are_offered() -> None:
     assert nearest_gpus("radeon-vii-x") == ()
     assert set(nearest_gpus("Radeon RX 7900")) == {"RX 7900 XT", "RX 7900 XTX"}
     assert nearest_gpus("4090" + " " * LONGEST) == ()
+
+
+def test_apple_is_recognized() -> None:
+    assert all(map(is_apple, ("m3-max", "M4", "Apple", "MacBook", "m1 ultra"))) and not is_apple("MI300X")

@@ -15,6 +15,7 @@ from openquant.formats.hardware import (
     MLX_LM,
     find_kernel,
     generation_of,
+    schemes_on,
 )
 from openquant.formats.schemes import SCHEMES
 
@@ -83,3 +84,9 @@ def test_the_document_has_the_tables():
     assert all(generation in printed for generation in GENERATIONS)
     for name in ("README.md", "docs/how-to/which-scheme.md"):
         assert advice in (ROOT / name).read_text(), name
+
+
+def test_schemes_that_engines_compute_on_a_gpu():
+    assert "int6" in schemes_on(["vLLM"], "Ada") and "int6" not in schemes_on(ENGINES, "Ada")
+    # No kernel of the CPU is for experts with a scale for each tensor or row in FP8.
+    assert schemes_on(["vLLM"], "CPU", experts=True) == ("block", "int8", "int4")

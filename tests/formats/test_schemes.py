@@ -38,6 +38,7 @@ from openquant.formats.schemes import (
     VARIANTS,
     Scheme,
     as_written,
+    find_others,
     find_scheme,
 )
 
@@ -361,3 +362,30 @@ def test_fp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: fl
         stored = stored_scale(scale, form, (64, 128), divisor)
         assert torch.equal(stored.view(torch.uint8), packed["weight_scale"].view(torch.uint8)), scheme.suffix
         assert torch.equal(encode(weight, scale, form), packed["weight_packed"]), scheme.suffix
+
+
+def test_schemes_that_no_config_holds_together() -> None:
+    with pytest.raises(
+        UsageError, match="^--scheme-for does not go with --scheme mxfp8 in the .*: all layers are alike$"
+    ):
+        find_others(MXFP8, {"**": "channel"})
+    with pytest.raises(UsageError, match=r"^--scheme-for \*\*=mxfp8: mxfp8 is not a scheme to mix$"):
+        find_others(CHANNEL, {"**": "mxfp8"})
+
+
+def test_shapes_that_have_no_place() -> None:
+    for scheme, shape, error in (
+        (BLOCK, (192, 128), "192 x 128 does not divide into 128 x 128 blocks"),
+        (MXFP8, (64, 48), "48 inputs per row do not divide into groups of 32"),
+        (INT8_W8A16, (64, 50), "rows of 50 do not divide into words of 4 codes"),
+        (INTEGER_GROUPS[5][3], (64, 48), "rows of 48 do not divide into 5 words with 32 codes"),
+        (INT8_W8A16, (3, 64), None),
+    ):
+        assert scheme.format.shape_error(shape) == error
+
+
+def test_scales_of_small_weights_are_normal_numbers_that_float16_keeps_where_there_is_one() -> None:
+    scale = TENSOR.format.scales(np.array([[0.0137, 0.0136, 0]], np.float32))
+    np.testing.assert_array_equal(scale, np.array([[np.float32(0.0137) / np.float32(448), 2.0**-15, 1]], np.float32))
+    scale = CHANNEL.format.scales(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
+    np.testing.assert_array_equal(scale, np.array([[2.0**-126, 2.0**-126, 1 / 448, 1.0]], np.float32))

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from conftest import change_json
 from openquant import compress, verify
-from openquant.errors import PlanError, UsageError
+from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import TensorInfo
 from openquant.formats.schemes import (
@@ -876,3 +876,51 @@ def test_no_quantized_head_for_what_has_none_or_is_served_without_it(source: Pat
     [note] = with_head(source, CHANNEL).notes
     assert note.startswith("modules.json says that this is an embedding model or reranker, and vLLM serves none with")
     assert plan_of(source, CHANNEL).notes == ()
+
+
+def test_what_does_not_fit_or_lacks_is_noted(source: Path) -> None:
+    # Whose embedding was not resized; tokens for images of a multimodal sister are no fault.
+    tokens = [{"id": 512, "content": "<image_soft_token>"}, {"id": 513, "content": "<tool>"}]
+    for count, notes in (
+        (1, ()),
+        (
+            2,
+            (
+                "tokenizer.json does not fit the tensors: token '<tool>' has number 513, and model.embed_tokens.weight is [512, 256]",
+            ),
+        ),
+    ):
+        tokenizer = {"added_tokens": tokens[:count], "model": {"vocab": {"a": 0, "b": 511}, "merges": []}}
+        (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+        assert plan_of(source).notes == notes
+    (source / "tokenizer.json").unlink()
+
+    checkpoint = open_checkpoint(source)
+    for gone in ("model.layers.1.mlp.", "model.embed_tokens"):
+        left = {name: info for name, info in checkpoint.tensors.items() if not name.startswith(gone)}
+        [note] = make_plan(replace(checkpoint, tensors=left), CHANNEL).notes
+        assert note.startswith("the source lacks ") and gone.rstrip(".").rpartition(".")[2] in note
+    with pytest.raises(SourceError, match="^config.json gives num_hidden_layers 4.0, which is no number of layers$"):
+        make_plan(replace(checkpoint, config={**checkpoint.config, "num_hidden_layers": 4.0}), CHANNEL)
+    texts = {"documents": 1, "length": 200}
+    notes = make_plan(checkpoint, INT4_W4A16_64, PlanOptions(gptq=texts, head=True)).notes
+    assert any(note.endswith("--samples 3 gives enough") for note in notes)
+    assert any(note.endswith("--scheme-for lm_head=int8-weights gives it 8 bits") for note in notes)
+
+
+def test_a_classifier_without_its_head_and_a_tied_head(tmp_path: Path) -> None:
+    lacks = "the source lacks the head of its task: no tensor is named score, classifier or the like"
+    assert plan_of(as_class(tmp_path / "a", "Qwen3ForSequenceClassification", body())).notes == (lacks,)
+    tied = plan_of(small_checkpoints.write(tmp_path / "b", "Gemma3ForCausalLM"))
+    assert ignored_layers(tied) == ["lm_head", "model.embed_tokens"]
+
+
+def test_shards_are_made_of_their_own_and_say_that_their_tensors_are_pytorch_s(source: Path) -> None:
+    """transformers loads no file that does not. A single scale needs the shards of all that are fused."""
+    for scheme, alone in ((CHANNEL, True), (TENSOR, False)):
+        layout = plan_of(source, scheme).layout
+        assert all(layout.sources(shard.name) == {shard.name} for shard in layout.shards) == alone
+        for shard in layout.shards:
+            header = layout.lay_out(shard.name).header
+            assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+            assert len(header) % 8 == 0
