@@ -9,6 +9,7 @@ import pytest
 
 from openquant.errors import UsageError
 from openquant.files.destination import Destination, FileKind, Taken, require_all, taken_by
+from openquant.weights.statistics import Calibration, calibrations
 
 NOTE = b"a note of ours"
 
@@ -76,3 +77,21 @@ def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="^--out and --figure name one file, "):
         require_all([one, other])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_of_another_model_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(Calibration((), "1" * 64, {}).to_bytes())
+    Destination(path, "-o", calibrations(lambda digest, stamp: (digest, stamp) == ("1" * 64, ""))).require()
+    with pytest.raises(UsageError) as caught:
+        Destination(path, "-o", calibrations(lambda *_: False)).require()
+    assert (caught.value.message, caught.value.hint) == (
+        f"{path} is a calibration of another model",
+        "name another file with -o, or give --overwrite",
+    )
+
+
+def test_what_a_run_reads_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    taken = taken_by(inputs=((tmp_path / "data", "the dataset"),))
+    assert refused(tmp_path / "data" / "new", taken) == "--report FILE lies in the dataset that this run reads"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import tree
-from openquant import compress, verify
+from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
 from openquant.files.cards import (
     MAX_ITEMS,
@@ -115,3 +115,11 @@ def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
     ):
         with pytest.raises(SourceError, match=rf"^eval.json: tasks.{re.escape(said)}"):
             check_evaluation({**evaluation(), "tasks": {**tasks, **damaged}})
+
+
+def test_an_evaluation_of_the_source_is_neither_copied_nor_kept(source: Path, out: Path, tmp_path: Path) -> None:
+    put_all(out)
+    dequantize(out, tmp_path / "back")
+    assert not set(tree(tmp_path / "back")) & set(EVALUATION_FILES)
+    compress(source, out, "block", overwrite=True)
+    assert not set(tree(out)) & set(EVALUATION_FILES)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from conftest import tree
+from conftest import change_json, tree
 from openquant import compress
 from openquant.errors import OutputError
 from openquant.files.destination import finished_files
@@ -106,3 +107,25 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with claim(tmp_path / "out") as claimed, pytest.raises(OutputError) as caught:
         claimed.directory.copy(tmp_path / "missing", "README.md")
     assert caught.value.message == f"{tmp_path / 'missing'} cannot be read: No such file or directory"
+
+
+def test_an_output_is_replaced_config_json_first_and_nothing_outside_of_it(
+    source: Path, out: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is killed, nothing takes the rest for a model."""
+    mine, gone, unlink = home / "d" / "credentials.json", [], Path.unlink
+    change_json(out / ".openquant.json", lambda journal: journal["files"].append(os.path.relpath(mine, out)))
+    monkeypatch.setattr(Path, "unlink", lambda path, **more: (gone.append(path.name), unlink(path, **more)))
+    compress(source, out, "block", overwrite=True)
+    assert mine.read_text() == "mine"
+    assert gone.index("config.json") < gone.index("model-00001-of-00002.safetensors") < gone.index(".openquant.json")
+
+
+def test_records_of_uploads_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    begin(root)
+    (root / ".openquant" / "pushed").mkdir()
+    (root / ".openquant" / "pushed" / "record").write_text("kept")
+    with claim(root, {"a": "1"}) as claimed:
+        assert claimed.resumed
+        assert (root / ".openquant" / "pushed" / "record").read_text() == "kept"

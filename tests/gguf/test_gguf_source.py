@@ -194,3 +194,18 @@ def test_large_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None:
         metadata = {**header.metadata, f"{name}.block_count": layers, f"{name}.attention.head_count": 1}
         tensors = header.tensors | {f"blk.{layer}": next(iter(header.tensors.values())) for layer in range(layers)}
         assert gguf_config(metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
+
+
+def test_the_directory_that_is_made_goes_with_its_source_or_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    write_gguf(tmp_path / "m.gguf")
+    opened = open_gguf(tmp_path / "m.gguf")
+    assert list((tmp_path / "tmp").iterdir())
+    del opened
+    write_gguf(tmp_path / "m.gguf", tokenizer={"pre": "unheard-of"})
+    with pytest.raises(SourceError):
+        open_gguf(tmp_path / "m.gguf")
+    assert list((tmp_path / "tmp").iterdir()) == []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from openquant import compress, diagnose, verify
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.schemes import NVFP4
+from openquant.files.shardfile import TensorInfo
+from openquant.formats.schemes import MXFP4, NVFP4
 from openquant.plan.plan import make_plan
+from openquant.weights.weight import Weight, WeightTransform
 from support import small_checkpoints
 from support.quantized_checkpoints import Make, Weights, group, is_layer, store
 from support.rows import for_each
@@ -105,3 +108,11 @@ def test_diagnose_and_the_plan_know_it(tmp_path: Path) -> None:
         "14 layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of fused layers is "
         "more than 2^17 times the smallest, which are quantized again"
     ) in make_plan(open_checkpoint(source), NVFP4).notes
+
+
+def test_smoothed_weights_are_others() -> None:
+    shape = (16, 32)
+    weight = Weight("up", "up", TensorInfo("up.weight", "BF16", shape), shape, format=MXFP4.format)
+    smoothed = weight._replace(transform=WeightTransform(columns=np.ones(32, np.float32)))
+    assert [each.divides_into(NVFP4.format) for each in (weight, smoothed)] == [True, False]
+    assert not weight.divides_into(MXFP4.format)
