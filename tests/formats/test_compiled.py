@@ -162,3 +162,10 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
     for loops, out in zip((kernels, compiled), found, strict=True):
         loops.to_bfloat16(bits.view(np.float32), out)
     np.testing.assert_array_equal(found[1], found[0])
+
+
+def test_the_same_code_is_the_first_that_holds_no_value() -> None:
+    codes = np.full((3, 1000), 0x7E, np.uint8)
+    codes[1, 7] = codes[2, 5] = 0x7F
+    for number in NUMBERS:
+        assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number), number

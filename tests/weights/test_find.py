@@ -43,6 +43,7 @@ from support.quantized_checkpoints import (
     group,
     int4,
     is_layer,
+    ragged_blocks,
     store,
     weights_of,
 )
@@ -564,3 +565,14 @@ def test_what_engines_have_no_place_for_is_left_out(tmp_path: Path) -> None:
     assert compress(source, tmp_path / "copy", ignore=["**"]).quantized_tensors == 0
     compress(small_checkpoints.write(tmp_path / "plain"), tmp_path / "none", ignore=["**"])
     assert "nothing is quantized" in verify(tmp_path / "none").notes
+
+
+def test_modelopts_blocks_have_scales_of_four_axes(tmp_path: Path) -> None:
+    def make(weight: torch.Tensor) -> Weights:
+        codes, scale = ragged_blocks(weight)
+        return {"weight": codes, "weight_scale": scale[:, None, :, None].contiguous()}
+
+    source = store(tmp_path / "source", make, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"})
+    compress(source, tmp_path / "out", "block")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
+    assert same(found[f"{Q}.weight_scale_inv"], stored[f"{Q}.weight_scale"][:, 0, :, 0].contiguous())
