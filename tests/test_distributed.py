@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import ROOT, Run, tree
 from openquant import compress
@@ -385,3 +386,32 @@ def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
     told = f"rank 0 waits for rank 2 at {rendezvous}, for 2 seconds now"
     assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
     assert spoke == {0: True, 1: False}
+
+
+def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
+    source = small_checkpoints.write(tmp_path / "source", shards=2, weights=weights)
+    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert "model.layers.1.mlp.down_proj.weight in model-0000" in told[0]
+    assert "holds NaN or infinity" in told[0]
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, own: Path) -> None:
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for name, weight in held.items():
+            if name.endswith(".o_proj.weight") or ".experts.1." in name:
+                weight.zero_()
+
+    small_checkpoints.change_weights(own, change)
+    notes = compress(own, tmp_path / "one").notes
+    experts = ", ".join(f"model.layers.1.mlp.experts.1.{part}" for part in ("down_proj", "gate_proj", "up_proj"))
+    assert notes[-1] == f"all weights are zero: model.layers.{{0..1}}.self_attn.o_proj, {experts}"
+    done = job.finish(3, "-m", own, "-o", tmp_path / "many", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == notes
+    assert done.stderr.count("all weights are zero") == 1

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT, heed_ctrl_c
+import pytest
+
+from conftest import EXAMPLE, ROOT, heed_ctrl_c
 from openquant.errors import OutputError
 from openquant.machine import reached_limit
 
@@ -143,3 +145,14 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
     done = python("-c", code)
     assert (done.returncode, done.stdout) == (130, "still here\n")
     assert done.stderr == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than GCC's")
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(subtests: pytest.Subtests) -> None:
+    for environment, spins in [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")]:
+        with subtests.test(environment=environment, spins=spins):
+            words = ["eval", EXAMPLE, "--source", EXAMPLE, "--samples", "1", "--length", "16", "--text", "missing"]
+            # OpenMP prints its settings as it is loaded.
+            done = python("-m", "openquant", *words, OMP_DISPLAY_ENV="verbose", **environment)
+            assert done.returncode == 2
+            assert re.findall("GOMP_SPINCOUNT *= *'(.*)'", done.stderr) == [spins]

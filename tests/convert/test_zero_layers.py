@@ -145,3 +145,29 @@ def test_a_run_that_is_continued_names_all_that_lost_their_weights(
     note = f"{LOST}model.layers.{{0..1}}.mlp.down_proj, {SMALL}{HINT}"
     assert note in result.notes
     assert "model.layers.0.self&#95;attn.k&#95;proj" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_run_that_is_continued_names_those_that_it_quantizes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    publish = OutputDirectory.publish
+
+    def stopping(self: OutputDirectory, name: str) -> None:
+        publish(self, name)
+        if name == "model-00001-of-00003.safetensors":
+            raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputDirectory, "publish", stopping)
+        with pytest.raises(Stop):
+            compress(source, tmp_path / "out", "channel", workers=1)
+    expected = [
+        module for module in ZERO if f"{module}.weight" not in load_file(source / "model-00001-of-00003.safetensors")
+    ]
+    result = compress(source, tmp_path / "out", "channel")
+    assert result.resumed and 0 < len(expected) < len(ZERO)
+    assert f"all weights are zero: {', '.join(expected)}" in result.notes
+    assert not any("zero" in note for note in compress(source, tmp_path / "out", "channel").notes)

@@ -246,3 +246,15 @@ def test_latent_attention_has_no_such_cache() -> None:
     config.kv_lora_rank = 512
     with pytest.raises(UsageError, match="multi-head latent attention"):
         refuse_latent_cache(config)
+
+
+def test_what_several_layers_read_is_rounded_for_each_as_it_is_quantized() -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkv"}).bfloat16()
+    rounding = ActivationRounding(
+        model, {"q": QuantizedInputs(TOKEN), "k": QuantizedInputs(TOKEN), "v": QuantizedInputs(INT8_TOKEN)}, {}
+    )
+    x = values(3, 64)
+    with rounding.on():
+        for name, inputs in (("q", TOKEN), ("k", TOKEN), ("v", INT8_TOKEN)):
+            expected = nn.functional.linear(round_activations(x, inputs), model[name].weight, model[name].bias)
+            assert torch.equal(model[name](x), expected)

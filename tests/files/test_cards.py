@@ -55,16 +55,6 @@ def test_a_published_card_s_own_commands_and_title_name_the_repository(tmp_path:
         assert published_card(edited, "org/name", None) == edited
 
 
-def test_what_a_command_says_of_the_cache_stays(tmp_path: Path) -> None:
-    text = made(tmp_path, scheme="tensor", kv_cache="fp8")
-    served = "\nvllm serve out --kv-cache-dtype fp8\npython -m sglang.launch_server --model-path out\n"
-    assert text.count(served) == 1
-    published = published_card(text, "org/name", "refs/pr/1")
-    assert published.count(served.replace(" out", " org/name --revision refs/pr/1")) == 1
-    assert '\nllm = LLM("org/name", revision="refs/pr/1", kv_cache_dtype="fp8")\n' in published
-    assert published_card(published, "org/name", None).count(served.replace(" out", " org/name")) == 1
-
-
 # What imitates our headings and tables, or leaves something open.
 HOSTILE = """# Title
 <!--
@@ -136,12 +126,6 @@ BASE_MODELS = [
 ]
 
 
-def test_base_models_of_a_card(subtests: pytest.Subtests) -> None:
-    for front, names in BASE_MODELS:
-        with subtests.test(front=front, names=names):
-            assert base_models(f"---\n{front}\n---\ntext\n") == names
-
-
 def test_a_line_of_the_user_s_text_is_not_published_without_a_word(tmp_path: Path) -> None:
     found = evaluation()
     found["texts"] = [{**found["texts"][0], "text": "Patient 0", "along": True}]
@@ -152,3 +136,9 @@ def test_a_line_of_the_user_s_text_is_not_published_without_a_word(tmp_path: Pat
         account = {key: value for key, value in found["text"].items() if key not in ("files", "builtin")}
         (tmp_path / "eval.json").write_text(json.dumps({**found, "text": {**text, **account}}))
         assert evaluation_notes(tmp_path) == notes
+
+
+def test_base_models_of_a_card(subtests: pytest.Subtests) -> None:
+    for front, names in BASE_MODELS:
+        with subtests.test(front=front, names=names):
+            assert base_models(f"---\n{front}\n---\ntext\n") == names

@@ -80,24 +80,6 @@ def test_an_adapter_that_config_json_names_goes_along(tmp_path: Path) -> None:
     assert {*expected} <= tree(tmp_path / "again").keys()
 
 
-def test_an_adapter_that_config_json_names_and_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Without an index engines would load it with the weights."""
-    refused = (
-        "config.json says that the model has an adapter (has_lora_adapter), and none lies beside model.safetensors"
-    )
-    for shards, files in ((2, ADAPTER[:1]), (1, ADAPTER)):
-        source = small_checkpoints.write(tmp_path / f"{shards}-{len(files)}-{files[:1]}", shards=shards)
-        put(source, *files)
-        compress(source, tmp_path / "out")
-        assert verify(tmp_path / "out").problems == ()
-        for root in (source, tmp_path / "out"):
-            change_json(root / "config.json", lambda config: config.update(has_lora_adapter=True))
-        with pytest.raises(SourceError, match=re.escape(refused)):
-            compress(source, tmp_path / "other")
-        assert verify(tmp_path / "out").problems[0].startswith(refused)
-        shutil.rmtree(tmp_path / "out")
-
-
 def test_code_goes_along_if_a_config_names_it_and_so_does_what_it_imports(source: Path) -> None:
     put(source, "modeling_own.py", text="from .layers import Layer\nimport torch\nfrom . import rope, masks\n")
     put(source, "layers.py", text="from .rope import rotate\nfrom .modeling_own import Model\n")
@@ -113,6 +95,19 @@ def test_code_goes_along_if_a_config_names_it_and_so_does_what_it_imports(source
     tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_own.Slow", None], "AutoProcessor": "org/other--torch.P"}}
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     assert code() == expected | {"tokenization_own.py"}
+
+
+def test_further_files_are_copied_if_asked_for_but_no_hidden_ones(source: Path, tmp_path: Path) -> None:
+    put(source, "prompts/a.txt", "prompts/.key", ".env", "train.py", "lora/a.safetensors")
+    put(source, "adapter_config.json", "mtp.safetensors")
+    compress(source, tmp_path / "out", copy=["prompts/*", "*.py", "*"])
+    found = tree(tmp_path / "out")
+    assert {"prompts/a.txt", "train.py", "lora/a.safetensors"} <= found.keys()
+    assert found.keys() & {"prompts/.key", ".env", "adapter_config.json", "mtp.safetensors"} == set()
+    assert verify(tmp_path / "out", source).problems == ()
+    with pytest.raises(UsageError, match=f"^--copy promts/\\* names no file of {source} that may be copied$"):
+        compress(source, tmp_path / "other", copy="promts/*")
+    assert not (tmp_path / "other").exists()
 
 
 def test_weights_of_sentence_transformers_modules_go_along(source: Path, tmp_path: Path) -> None:
@@ -149,19 +144,6 @@ def test_pictures_and_texts_go_along_if_the_card_names_them(source: Path) -> Non
     assert checkpoint.left_out == ("assets/me.png", "plan.md")
 
 
-def test_further_files_are_copied_if_asked_for_but_no_hidden_ones(source: Path, tmp_path: Path) -> None:
-    put(source, "prompts/a.txt", "prompts/.key", ".env", "train.py", "lora/a.safetensors")
-    put(source, "adapter_config.json", "mtp.safetensors")
-    compress(source, tmp_path / "out", copy=["prompts/*", "*.py", "*"])
-    found = tree(tmp_path / "out")
-    assert {"prompts/a.txt", "train.py", "lora/a.safetensors"} <= found.keys()
-    assert found.keys() & {"prompts/.key", ".env", "adapter_config.json", "mtp.safetensors"} == set()
-    assert verify(tmp_path / "out", source).problems == ()
-    with pytest.raises(UsageError, match=f"^--copy promts/\\* names no file of {source} that may be copied$"):
-        compress(source, tmp_path / "other", copy="promts/*")
-    assert not (tmp_path / "other").exists()
-
-
 def test_a_push_refuses_what_compress_does_not_copy(tmp_path: Path) -> None:
     out = shutil.copytree(EXAMPLE, tmp_path / "source")
     put(out, "train.jsonl")
@@ -173,3 +155,15 @@ def test_a_push_refuses_what_compress_does_not_copy(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as caught:
         push(tmp_path / "out", Push("you/model"))
     assert caught.value.message == f"{tmp_path / 'out' / 'train.jsonl'} is no file of a model, and would be public"
+
+
+def test_an_adapter_that_config_json_names_and_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", shards=2)
+    put(source, ADAPTER[0])
+    compress(source, tmp_path / "out")
+    for root in (source, tmp_path / "out"):
+        change_json(root / "config.json", lambda config: config.update(has_lora_adapter=True))
+    refused = "config.json says that the model has an adapter (has_lora_adapter), and none lies beside"
+    with pytest.raises(SourceError, match=re.escape(refused)):
+        compress(source, tmp_path / "other")
+    assert verify(tmp_path / "out").problems[0].startswith(refused)

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import openquant
-from openquant import run as running
 from openquant.errors import SourceError, UsageError
 from openquant.files.gguf import read_gguf_header
 from openquant.formats.format import ggml_types
@@ -172,6 +170,15 @@ def test_rotary_factors_become_rope_scaling(tmp_path: Path) -> None:
         open_gguf(tmp_path / "n.gguf")
 
 
+def test_single_digits_are_tokens_where_the_vocabulary_was_made_so(tmp_path: Path) -> None:
+    counts = {}
+    for split in ("gpt-2", "smollm"):
+        write_gguf(tmp_path / f"{split}.gguf", tokenizer={"pre": split})
+        opened = open_gguf(tmp_path / f"{split}.gguf")
+        counts[split] = len(AutoTokenizer.from_pretrained(opened.checkpoint.root)("12")["input_ids"])
+    assert counts == {"gpt-2": 1, "smollm": 2}
+
+
 def test_yarn_becomes_rope_scaling(tmp_path: Path) -> None:
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
     write_gguf(tmp_path / "m.gguf", "qwen2", metadata=yarn)
@@ -189,42 +196,16 @@ def test_large_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None:
         assert gguf_config(metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
 
 
-def test_single_digits_are_tokens_where_the_vocabulary_was_made_so(tmp_path: Path) -> None:
-    counts = {}
-    for split in ("gpt-2", "smollm"):
-        write_gguf(tmp_path / f"{split}.gguf", tokenizer={"pre": split})
-        opened = open_gguf(tmp_path / f"{split}.gguf")
-        counts[split] = len(AutoTokenizer.from_pretrained(opened.checkpoint.root)("12")["input_ids"])
-    assert counts == {"gpt-2": 1, "smollm": 2}
-
-
-def test_files_beside_it_have_no_say(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (tmp_path / name).write_text("{")
-    files = open_gguf(tmp_path / "m.gguf").checkpoint.files
-    assert list(files) == ["chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"]
-
-
-def test_the_directory_that_is_made_goes_with_its_source(tmp_path: Path) -> None:
+def test_the_directory_that_is_made_goes_with_its_source_or_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     write_gguf(tmp_path / "m.gguf")
     opened = open_gguf(tmp_path / "m.gguf")
-    root = opened.checkpoint.root
-    assert (root / "model.safetensors").resolve() == tmp_path / "m.gguf"
+    assert list((tmp_path / "tmp").iterdir())
     del opened
-    assert not root.exists()
-    assert (tmp_path / "m.gguf").exists()
-
-
-def test_a_file_that_is_replaced_under_way_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, convert = tmp_path / "m.gguf", running.convert
-    write_gguf(file, "llama", DECODABLE)
-
-    def replace_first(*arguments: Any, **options: Any) -> Any:
-        write_gguf(file, "llama", DECODABLE[:1])
-        return convert(*arguments, **options)
-
-    monkeypatch.setattr(running, "convert", replace_first)
-    with pytest.raises(SourceError) as caught:
-        openquant.dequantize(file, tmp_path / "out")
-    assert caught.value.message == f"{file} changed while it was being converted"
+    write_gguf(tmp_path / "m.gguf", tokenizer={"pre": "unheard-of"})
+    with pytest.raises(SourceError):
+        open_gguf(tmp_path / "m.gguf")
+    assert list((tmp_path / "tmp").iterdir()) == []

@@ -312,6 +312,14 @@ def test_an_evaluation_is_added_to_an_open_pull_request(site: Site, evaluated: P
         error, *_ = site.refused("push", evaluated, name, *more)
         assert error.startswith(f"error: {says}"), error
 
+    # Merged, the card names the pull request no more after the next push.
+    merged = {name: site.hub.store(data) for name, data in shown.items()}
+    site.hub.commit("user/name", "main", "merged", merged, [])
+    assert b"eval user/name@refs/pr/1 " in site.held()["README.md"]
+    site.works("push", site.out, "name")
+    card = site.held()["README.md"]
+    assert b"eval user/name --source" in card and b"refs/pr" not in card
+
 
 def test_an_evaluation_that_cannot_be_added(site: Site, evaluated: Path, subtests: pytest.Subtests) -> None:
     found = json.loads(evaluated.read_bytes())

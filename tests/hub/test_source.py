@@ -147,3 +147,12 @@ def test_a_dry_run_fetches_what_the_plan_is_made_from(site, hub, repository, tmp
     again = site.works("compress", "-m", "org/name", "--dry-run", HF_HUB_OFFLINE="1")
     assert f"\nleft out: {left}\n" in again.stdout
     assert "download:" not in again.stdout
+
+
+def test_what_the_cache_lacks_is_not_left_out_without_a_network(site, hub, repository, tmp_path):
+    site.works("compress", "-m", "org/name")
+    (tokenizer,) = (site.root / "hf").rglob("snapshots/*/tokenizer.json")
+    tokenizer.unlink()
+    done = site.ask("compress", "-m", "org/name", "-o", "again", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: org/name is not a local directory, and the Hub cannot be reached for it\n")

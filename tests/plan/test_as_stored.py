@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +28,8 @@ def test_a_source_is_as_its_plan_says(name: str) -> None:
 
 
 def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": ["Another"]}))
-    found = stored_serving(open_checkpoint(source))
-    assert found.cache is not None
-    assert stored_serving(replace(open_checkpoint(source), config={"architectures": ["Another"]})).cache is None
+    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "source"))
+    config = {**checkpoint.config, "architectures": ["Another"]}
+    assert stored_serving(replace(checkpoint, config=config, architecture="Another")).cache is not None
+    bare = replace(checkpoint, config={"architectures": ["Another"]}, architecture="Another")
+    assert stored_serving(bare).cache is None

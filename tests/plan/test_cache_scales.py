@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +77,6 @@ def test_every_scheme_has_scales_of_one_in_all_layers(source: Path, subtests: py
         compress(source, kv_cache="int8")
 
 
-def test_what_is_written(tmp_path: Path) -> None:
-    result = compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
-    assert scales_of(tmp_path / "out") == dict.fromkeys(ALL, 1.0)
-    assert result.kv_cache == "fp8" and result.to_json()["kv_cache"] == "fp8"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["kv_cache_quant_algo"] == "FP8"
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| KV cache | FP8, one scale for keys and one for values in each of 2 layers |" in card
-    assert "vllm serve out --kv-cache-dtype fp8\n" in card and "--model-path out\n" in card
-    assert compress(tmp_path / "source", tmp_path / "plain").kv_cache == "auto"
-    assert scales_of(tmp_path / "plain") == {}
-
-
 def test_layers_with_a_cache_are_known_by_their_projections(tmp_path: Path) -> None:
     for name, layers in (
         ("Qwen3ForCausalLM", range(28)),
@@ -129,16 +115,6 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf) -> None
     assert sglang_refusal(plan.entry, plan.decisions) is None
 
 
-def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
-    source, two = shelf.source("Qwen3NextForCausalLM"), seen((1.0, 1.0), (900.0, 1.0))
-    assert sglang_refusal(planned(source).entry, planned(source).decisions) is None
-    unread = sglang_refusal(
-        planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=two)).entry,
-        planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=two)).decisions,
-    )
-    assert unread is not None and unread.why == "it accepts no scales of the KV cache but 1"
-
-
 def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
     note = f"{SGLANG} silently uses 1 in place of these scales of the KV cache"
     two = PlanOptions(fp8_kv_cache=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
@@ -162,12 +138,6 @@ def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
     usual = planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
     assert any(note.endswith("1 would do in all of 2 layers") for note in usual.notes)
     assert len({plan.digest, usual.digest, planned(source).digest, planned(source, options=PlanOptions()).digest}) == 4
-
-
-def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
-    options = PlanOptions(fp8_kv_cache=True, calibration=seen((1.0, 1.0)))
-    with pytest.raises(PlanError, match="did not observe keys and values of layer 1"):
-        planned(small_checkpoints.write(tmp_path / "source"), options=options)
 
 
 def with_scales(root: Path, **scales: torch.Tensor) -> Path:

@@ -8,10 +8,7 @@ from pathlib import Path
 from conftest import Run, tree
 from openquant import compress
 from openquant.errors import PlanError
-from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
-from openquant.models import GENERIC, MODELS
-from openquant.plan.architecture import find_architecture
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import NAMES, shortened, with_few_experts
@@ -55,16 +52,6 @@ def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Pat
         assert (f"note: {NOTE}\n" in said) == (how != "-q")
         assert bool(said) == (how != "-q")
         assert (tmp_path / "here" / f"out{number}" / "model.safetensors").read_bytes() == expected
-
-
-def test_auto_goes_by_an_entry_where_there_is_one(tmp_path: Path) -> None:
-    known = open_checkpoint(small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM"))
-    assert find_architecture(known, "auto") is MODELS["Qwen3ForCausalLM"]
-    assert find_architecture(known, "generic") is GENERIC
-    assert (
-        find_architecture(open_checkpoint(renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")), "auto")
-        is GENERIC
-    )
 
 
 def quantized(plan: Plan) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from openquant.formats.schemes import (
 )
 from openquant.models import MODELS
 from openquant.plan import summary
-from openquant.plan.architecture import fused_parts, why_not_reordered
+from openquant.plan.architecture import why_not_reordered
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, ignored_layers, make_plan
 from openquant.registry.architecture import Architecture, ParallelSplit
@@ -82,25 +81,6 @@ def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, 
     assert why_not_reordered((rows, 256), replace(split_of(name), interleaved=False), config, scheme.format) is None
 
 
-@for_each(("config", "rows"), [
-    ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 2}, [256, 128, 128]),
-    # One key for all heads, whatever num_kv_heads says.
-    ({"multi_query": True, "num_kv_heads": 4}, [256, 64, 64]),
-    ({"multi_query": False}, [256, 256, 256]),
-])  # fmt: skip
-def test_parts_depend_on_what_config_says(config: dict[str, Any], rows: list[int]) -> None:
-    found = fused_parts((sum(rows), 256), split_of(FALCON), {HEADS: 4, **config})
-    assert [count for count, _ in found] == rows
-
-
-def test_without_sizes_only_what_needs_none_is_stored() -> None:
-    unknown = "config.json does not say how many rows each of its parts has"
-    for config in ({}, {HEADS: 5}, {HEADS: "4"}):
-        assert why_not_reordered((768, 256), split_of(BLOOM), config, CHANNEL.format) == unknown
-        assert why_not_reordered((768, 256), split_of(FALCON), config, BLOCK.format) == unknown
-        assert why_not_reordered((768, 256), split_of(FALCON), config, CHANNEL.format) is None
-
-
 def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, layer = small_checkpoints.write(tmp_path / "a", FALCON), "transformer.h.0.self_attention.query_key_value"
     note = "engines sort rows by heads, which leaves 2 of 8 layers (18.2 % of their bytes) unquantized"
@@ -135,11 +115,9 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.schemes(plan_of(telechat, TENSOR)) == {TENSOR: 12}
 
 
-def test_sizes_are_found_by_older_names(tmp_path: Path) -> None:
-    """As transformers 5 writes BLOOM's: n_head, n_layer."""
-    root = small_checkpoints.write(tmp_path / "a", BLOOM)
-    file = root / "config.json"
-    text = file.read_text()
-    file.write_text(text.replace("num_attention_heads", "n_head").replace("num_hidden_layers", "n_layer"))
-    assert file.read_text() != text
-    assert summary.schemes(plan_of(root, CHANNEL)) == {CHANNEL: 8}
+def test_without_sizes_only_what_needs_none_is_stored() -> None:
+    unknown = "config.json does not say how many rows each of its parts has"
+    for config in ({}, {HEADS: 5}, {HEADS: "4"}):
+        assert why_not_reordered((768, 256), split_of(BLOOM), config, CHANNEL.format) == unknown
+        assert why_not_reordered((768, 256), split_of(FALCON), config, BLOCK.format) == unknown
+        assert why_not_reordered((768, 256), split_of(FALCON), config, CHANNEL.format) is None
