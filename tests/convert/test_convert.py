@@ -19,9 +19,11 @@ from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, SourceError
 from openquant.formats.kernels import choose_scales
+from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.schemes import (
     CHANNEL,
+    INTEGER_GROUPS,
     MXFP8,
     SCHEMES,
     TENSOR_COMPRESSED,
@@ -31,7 +33,7 @@ from openquant.formats.schemes import (
 )
 from openquant.patterns import compile_any
 from support import small_checkpoints
-from support.conversions import Shelf
+from support.conversions import Shelf, asking
 from support.representatives import everything, in_all_ways
 from support.rows import for_each
 
@@ -213,6 +215,14 @@ def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value
         assert torch.equal(kept.view(torch.int16), weights[name].view(torch.int16))
 
 
+def test_nan_in_one_stacked_expert_names_its_number(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Llama4ForCausalLM")
+    weights["model.layers.1.feed_forward.experts.gate_up_proj"][2, 3, 4] = float("nan")
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    with pytest.raises(SourceError, match=r"experts.gate_up_proj\[2\] in model.safetensors holds NaN"):
+        compress(source, tmp_path / "out")
+
+
 def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) -> None:
     weights, name = (
         small_checkpoints.tensors("Qwen3ForCausalLM", dtype="float32"),
@@ -245,6 +255,64 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
     assert verify(tmp_path / "nvfp4", tmp_path / "source", full=True).problems == ()
     dequantize(tmp_path / "nvfp4", tmp_path / "plain")
     assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == limit
+
+
+# Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
+INTEGERS = {groups[0].format.number: bits for bits, groups in INTEGER_GROUPS.items()}
+LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
+LARGEST |= {number: 1 - 2.0**-bits for number, bits in INTEGERS.items()}
+
+
+def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path) -> None:
+    name, hint = (
+        "model.layers.1.mlp.up_proj.weight",
+        "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+    )
+    weights, source = small_checkpoints.tensors("Qwen3ForCausalLM"), tmp_path / "source"
+    for limit in set(LARGEST.values()):
+        limit *= 2.0**127
+        schemes = [
+            scheme
+            for scheme in in_all_ways(VARIANTS)
+            if not scheme.format.shares_scale and LARGEST[scheme.format.number] * 2.0**127 == limit
+        ]
+        weights[name][1, 2] = -(limit + 2.0**120)
+        small_checkpoints.write(source, weights=weights)
+        for scheme in schemes:
+            with pytest.raises(PlanError) as caught:
+                compress(source, tmp_path / "no", **asking(scheme))
+            assert (caught.value.message, caught.value.hint) == (
+                f"{name} in model.safetensors: a weight reaches {limit + 2.0**120:g}, engines load at most {limit:g} with "
+                f"{scheme.title}",
+                hint,
+            )
+            assert not (tmp_path / "no" / "model.safetensors").exists()
+            shutil.rmtree(tmp_path / "no", ignore_errors=True)
+
+        weights[name][1, 2] = limit
+        small_checkpoints.write(source, weights=weights)
+        for scheme in schemes:
+            out, plain = tmp_path / f"out{scheme.suffix}", tmp_path / f"plain{scheme.suffix}"
+            compress(source, out, **asking(scheme))
+            report = verify(out, source, full=True)
+            assert report.problems == ()
+            dequantize(out, plain)
+            # With a searched scale the largest weight of a group may lie between two codes.
+            bits = INTEGERS.get(scheme.format.number)
+            decoded = float(small_checkpoints.read(plain)[name][1, 2])
+            assert decoded == limit if bits is None else abs(decoded - limit) <= limit / 2**bits, scheme.suffix
+
+
+def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    text = '{"architectures": ["Qwen3ForCausalLM"], "zeta": 1, "eps": 1e-06, "name": "Überläufer", "alpha": {"b": [1, 2.50]},' \
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "big": 12345678901234567890}'  # fmt: skip
+    (source / "config.json").write_text(text, encoding="utf-8")
+    compress(source, tmp_path / "out", "block")
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert list(written) == [*json.loads(text), "quantization_config"]
+    added = written.pop("quantization_config")
+    assert written == json.loads(text)
+    assert added["weight_block_size"] == [128, 128]
 
 
 def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
@@ -350,6 +418,27 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(tmp_path: Path, monke
         assert_same(small_checkpoints.read(out), expected_output(weights, quantized, scheme))
 
 
+def test_a_joined_set_of_mixed_dtypes(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    for layer, dtype in ((0, torch.float32), (1, torch.float16)):
+        name = f"model.layers.{layer}.self_attn.k_proj.weight"
+        weights[name] = torch.randn(128, 256, generator=torch.Generator().manual_seed(3)).to(dtype)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    compress(source, tmp_path / "out")
+    assert_same(
+        small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), SCHEMES["tensor"])
+    )
+
+
+def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> None:
+    weights, path = small_checkpoints.tensors("Llama4ForCausalLM"), "model.layers.1.feed_forward.experts"
+    weights[f"{path}.0.gate_proj.weight"] = torch.ones(128, 256, dtype=torch.bfloat16)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == f"{path}.0.gate_proj.weight is also in the stack of experts"
+
+
 @for_each("dtype", ["bfloat16", "float16", "float32"])
 def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """The path a GPU takes, on torch's own CPU too."""
@@ -362,34 +451,6 @@ def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
                 patch.setattr("openquant.job.find_device", lambda *_, device=device: device)
                 compress(source, out, scheme)
             assert tree(out) == tree(tmp_path / "numpy" / scheme), scheme
-
-
-def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> None:
-    weights, path = small_checkpoints.tensors("Llama4ForCausalLM"), "model.layers.1.feed_forward.experts"
-    weights[f"{path}.0.gate_proj.weight"] = torch.ones(128, 256, dtype=torch.bfloat16)
-    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
-    with pytest.raises(PlanError) as caught:
-        compress(source, tmp_path / "out")
-    assert caught.value.message == f"{path}.0.gate_proj.weight is also in the stack of experts"
-
-
-def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path) -> None:
-    name, source = "model.layers.1.mlp.up_proj.weight", tmp_path / "source"
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    # Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
-    for scheme, limit in (("channel", 1.75), ("int8", 127 / 64), ("int4", 15 / 16)):
-        limit *= 2.0**127
-        weights[name][1, 2] = -(limit + 2.0**120)
-        small_checkpoints.write(source, weights=weights)
-        with pytest.raises(PlanError) as caught:
-            compress(source, tmp_path / "no", scheme)
-        assert caught.value.message.startswith(
-            f"{name} in model.safetensors: a weight reaches {limit + 2.0**120:g}, engines load at most {limit:g} with "
-        )
-        weights[name][1, 2] = limit
-        small_checkpoints.write(source, weights=weights)
-        compress(source, tmp_path / scheme, scheme)
-        assert verify(tmp_path / scheme, source, full=True).problems == ()
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:

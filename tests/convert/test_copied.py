@@ -78,6 +78,18 @@ def test_a_run_that_is_continued_names_those_of_finished_shards(
         assert tree(out) == tree(tmp_path / "whole")
 
 
+def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", vocab=128)
+    stack = next(name for name in load_file(root / "model.safetensors") if name.endswith("experts.down_proj"))
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held[stack][2, 5, 7] = math.nan
+
+    small_checkpoints.change_weights(root, change)
+    result = compress(root, tmp_path / "out", ignore=["**.experts.**"])
+    assert result.not_finite == {f"{stack.replace('down_proj', '2.down_proj')}.weight": "NaN (1 value)"}
+
+
 def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
     note = (
         f"note: of the tensors that are not quantized {', '.join(f'{name} holds {held}' for name, held in FOUND.items())}"

@@ -9,7 +9,7 @@ import torch
 
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.kernels import choose_scales
-from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
 from openquant.job import connect_ranks, open_source, prepare
 from openquant.options import Run
 from openquant.plan import summary
@@ -100,6 +100,17 @@ def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, igno
             assert torch.equal(found[name], expected[name]), name
 
 
+def test_stacks_are_folded_by_expert(shelf: Shelf, tmp_path: Path) -> None:
+    source = shelf.source("Llama4ForCausalLM")
+    module, columns = "model.layers.1.feed_forward.experts.2.up_proj", powers(small_checkpoints.HIDDEN)
+    found = []
+    for number, transforms in enumerate([None, WeightTransforms({module: WeightTransform(columns=columns)})]):
+        out = tmp_path / str(number)
+        carried_out(source, out, SCHEMES["int8"], PlanOptions(("**.experts.**",), transforms=transforms))
+        found.append(small_checkpoints.read(out)[f"{module}.weight"])
+    assert torch.equal(found[1], (found[0].float() * torch.from_numpy(columns)).bfloat16())
+
+
 def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
     checkpoint = open_checkpoint(shelf.source("Qwen3ForCausalLM"))
     module, norm = "model.layers.0.self_attn.q_proj", "model.norm.weight"
@@ -132,3 +143,19 @@ def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, a
         scales.append(choose_scales(scheme, bits, "BF16", importance=counts).scale)
     assert not np.array_equal(*scales)
     assert np.array_equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight_scale"].float().numpy(), scales[0])
+
+
+def test_codes_of_a_source_do_not_pass_folded(shelf: Shelf, tmp_path: Path) -> None:
+    """All three would keep the scale that they share."""
+    source = shelf.converted("Qwen3ForCausalLM", TENSOR).output
+    path = "model.layers.0.self_attn"
+    columns = powers(small_checkpoints.HIDDEN)
+    transforms = WeightTransforms({f"{path}.{name}_proj": WeightTransform(columns=columns) for name in "qkv"})
+    carried_out(source, tmp_path / "out", TENSOR, PlanOptions(transforms=transforms))
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
+    for name in (f"{path}.{each}_proj.weight" for each in "qkv"):
+        wanted = stored[name].float() * stored[f"{name}_scale"] * torch.from_numpy(columns)
+        made = found[name].float() * found[f"{name}_scale"]
+        assert (made - wanted).norm() < 0.04 * wanted.norm()
+    other = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(stored[other].view(torch.uint8), found[other].view(torch.uint8))

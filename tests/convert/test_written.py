@@ -14,7 +14,7 @@ from openquant import compress
 from openquant.convert.conversion import verify_shard
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import ShardFile
-from openquant.formats.schemes import TENSOR
+from openquant.formats.schemes import INT4_W4A16, TENSOR
 from openquant.plan.layout import ShardLayout
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
@@ -88,6 +88,22 @@ def test_a_shard_that_is_not_the_plan_s(written: tuple[Path, ShardLayout]) -> No
     with pytest.raises(RuntimeError) as caught:
         verify_shard(path, layout)
     assert str(caught.value) == f"{NAME} was written wrongly: {reason.value}"
+
+
+def test_scales_of_integers_have_either_sign_and_are_read_whole(tmp_path: Path, source: Path) -> None:
+    layout = make_plan(open_checkpoint(source), INT4_W4A16).layout.lay_out(NAME)
+    compress(source, tmp_path / "out", "int4")
+    path = tmp_path / "out" / NAME
+    tensors = load_file(path)
+    assert (tensors[f"{QUERY}.weight_scale"] < 0).any()
+    for value, problem in ((-1.0, None), (0.0, "is not finite and not zero"), (-float("inf"), "is not finite and not")):
+        scale_of(value)(tensors)
+        save_file(tensors, path)
+        if problem is None:
+            verify_shard(path, layout)
+            continue
+        with pytest.raises(RuntimeError, match=f"{QUERY}.weight_scale {problem}"):
+            verify_shard(path, layout)
 
 
 def test_a_disk_that_loses_small_writes_finishes_no_shard(

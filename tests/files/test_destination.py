@@ -95,3 +95,12 @@ def test_what_a_run_reads_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     taken = taken_by(inputs=((tmp_path / "data", "the dataset"),))
     assert refused(tmp_path / "data" / "new", taken) == "--report FILE lies in the dataset that this run reads"
+
+
+def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    file = Destination(tmp_path / "a", "--report", KIND)
+    file.require()
+    (tmp_path / "a").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists and is not a note"):
+        file.write(NOTE)
+    assert (tmp_path / "a").read_bytes() == b"mine"

@@ -129,3 +129,13 @@ def test_records_of_uploads_are_kept(tmp_path: Path) -> None:
     with claim(root, {"a": "1"}) as claimed:
         assert claimed.resumed
         assert (root / ".openquant" / "pushed" / "record").read_text() == "kept"
+
+
+def test_the_output_itself_may_be_a_link(tmp_path: Path, source: Path, out: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    compress(source, tmp_path / "link")
+    assert tree(tmp_path / "disk") == tree(out)
+    compress(source, tmp_path / "link", "block", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert finished_files(tmp_path / "link")[1] == {name for name in tree(out) if name != ".openquant.json"}

@@ -65,6 +65,14 @@ def test_every_scheme_and_algorithm_of_modelopt_says_what_becomes_of_activations
 
 
 def test_what_is_not_known_stops() -> None:
-    said = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-    with pytest.raises(UsageError, match="config.json quantizes activations as .*, which is not known here"):
-        read_activation_quantization(said)
+    for change in (
+        {"num_bits": 4},
+        {"type": "int", "symmetric": False},
+        {"strategy": "channel"},
+        {"strategy": ["token"]},
+        {"strategy": "group", "group_size": "128"},
+        {"dynamic": False},
+    ):
+        said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True, **change}
+        with pytest.raises(UsageError, match="config.json quantizes activations as .*, which is not known here"):
+            read_activation_quantization(said)

@@ -14,7 +14,7 @@ import pytest
 from openquant.formats import compiled, kernels
 from openquant.formats.format import grid_of
 from openquant.formats.kernels import ColumnRounding
-from openquant.formats.numbers import INT4
+from openquant.formats.numbers import E4M3, INT4
 from openquant.formats.schemes import VARIANTS
 
 NUMBERS = tuple(dict.fromkeys(scheme.format.number for scheme in VARIANTS))
@@ -53,6 +53,27 @@ def test_codes_stand_for_the_same_weights() -> None:
             told = f"{number.name} {number.dtype} {group} {low} {zero is not None}"
             np.testing.assert_array_equal(found[1], found[0], told)
             assert (np.signbit(found[1]) == np.signbit(found[0])).all(), told
+
+
+def test_the_same_code_is_the_first_that_holds_no_value() -> None:
+    for number in NUMBERS:
+        codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
+        assert compiled.first_unsound(codes, number) is None
+        codes[1, 7] = codes[2, 5] = 0xFF
+        assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number), number
+        codes[2, 5] = 0x7F
+        assert (compiled.first_unsound(codes, number) == 1007) == (number == E4M3), number
+        assert compiled.first_unsound(codes[:0], number) is None
+
+
+def test_values_are_rounded_to_the_same_bfloat16() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
+    bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
+    bits[(bits & 0x7F800000) == 0x7F800000] = 0x80000000
+    found = [np.zeros(bits.shape, np.uint16) for _ in range(2)]
+    for loops, out in zip((kernels, compiled), found, strict=True):
+        loops.to_bfloat16(bits.view(np.float32), out)
+    np.testing.assert_array_equal(found[1], found[0])
 
 
 def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtests) -> None:
@@ -152,20 +173,3 @@ def test_without_a_compiler_loops_are_numpy_s(tmp_path: Path) -> None:
     (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
     assert ran(ALONE, PYTHONPATH=path) == ("numpy\n", "")
-
-
-def test_values_are_rounded_to_the_same_bfloat16() -> None:
-    bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
-    bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
-    bits[(bits & 0x7F800000) == 0x7F800000] = 0x80000000
-    found = [np.zeros(bits.shape, np.uint16) for _ in range(2)]
-    for loops, out in zip((kernels, compiled), found, strict=True):
-        loops.to_bfloat16(bits.view(np.float32), out)
-    np.testing.assert_array_equal(found[1], found[0])
-
-
-def test_the_same_code_is_the_first_that_holds_no_value() -> None:
-    codes = np.full((3, 1000), 0x7E, np.uint8)
-    codes[1, 7] = codes[2, 5] = 0x7F
-    for number in NUMBERS:
-        assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number), number

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from openquant.files.shardfile import DTYPE_BITS
+from openquant.formats import numbers
 from openquant.formats.numbers import NonFinite, can_be_non_finite, count_non_finite
 
 TORCH = {
@@ -47,3 +49,12 @@ def test_integers_and_small_floats_hold_none() -> None:
     for dtype in DTYPE_BITS.keys() - TORCH.keys():
         assert not can_be_non_finite(dtype), dtype
         assert not count_non_finite(np.full(64, 0xFF, np.uint8), dtype), dtype
+
+
+def test_pieces_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbers, "PIECE", 3)
+    values = np.ones(10, np.float32)
+    values[[0, 4, 9]] = np.nan
+    values[[3, 5]] = [np.inf, -np.inf]
+    assert count_non_finite(values.view(np.uint8), "F32") == NonFinite(3, 2)
+    assert count_non_finite(np.empty(0, np.uint8), "F32") == NonFinite()

@@ -13,6 +13,7 @@ from openquant.formats.hardware import (
     HARDWARE,
     KERNELS,
     MLX_LM,
+    arithmetic_on,
     find_kernel,
     generation_of,
     schemes_on,
@@ -74,6 +75,13 @@ def test_which_arithmetic_a_gpu_has():
     assert found("vLLM", "int4", None) is None
 
 
+def test_schemes_that_engines_compute_on_a_gpu():
+    assert "int6" in schemes_on(["vLLM"], "Ada") and "int6" not in schemes_on(ENGINES, "Ada")
+    assert schemes_on(ENGINES, "Turing") == ()
+    # No kernel of the CPU is for experts with a scale for each tensor or row in FP8.
+    assert schemes_on(["vLLM"], "CPU", experts=True) == ("block", "int8", "int4")
+
+
 def test_the_document_has_the_tables():
     printed = subprocess.run(
         [sys.executable, ROOT / "tools" / "hardware_tables.py"], capture_output=True, text=True, check=True
@@ -86,7 +94,18 @@ def test_the_document_has_the_tables():
         assert advice in (ROOT / name).read_text(), name
 
 
-def test_schemes_that_engines_compute_on_a_gpu():
-    assert "int6" in schemes_on(["vLLM"], "Ada") and "int6" not in schemes_on(ENGINES, "Ada")
-    # No kernel of the CPU is for experts with a scale for each tensor or row in FP8.
-    assert schemes_on(["vLLM"], "CPU", experts=True) == ("block", "int8", "int4")
+def test_in_which_numbers_layers_are_multiplied_and_where():
+    assert arithmetic_on("vLLM", [("channel", False)]) == {
+        "FP8": ["Ada", "Hopper", "Blackwell", "MI300", "RDNA 4"],
+        "16 bits": ["Turing", "Ampere"],
+        "emulated": ["CPU"],
+    }
+    # Every layer must have a kernel, and the experts of FP8 have none on CPUs.
+    mixed = [("channel", True), ("int4", False)]
+    assert arithmetic_on("vLLM", mixed) == {
+        "FP8 and 16 bits": ["Ada", "Hopper", "Blackwell", "MI300", "RDNA 4"],
+        "16 bits": ["Turing", "Ampere"],
+    }
+    assert list(arithmetic_on("vLLM", [("int6", False)])) == ["16 bits with humming-kernels"]
+    assert arithmetic_on("SGLang", [("int6", False)]) == {}
+    assert arithmetic_on("SGLang", []) == {}

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from openquant.formats import compiled, kernels
 from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode, group_absmax, group_scale
-from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, Scheme
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, TENSOR, Scheme
 
 KINDS = (*SCHEMES.values(), BLOCK_UE8M0)
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -100,6 +100,15 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight() -> None:
             np.testing.assert_array_equal(codes, expected, f"{exponent} {mantissa}")
 
 
+def test_absmax_shows_infinity_and_nan() -> None:
+    for dtype, infinity in (("BF16", 0x7F80), ("F16", 0x7C00), ("F32", 0x7F800000)):
+        for bad in (infinity, SIGN[dtype] | infinity, infinity + 1, SIGN[dtype] | infinity | 1):
+            bits = np.zeros((128, 256), kernels.BITS_TYPE[dtype])
+            bits[5, 200] = bad
+            for scheme in KINDS:
+                assert not np.isfinite(kernels.absmax(bits, dtype, scheme.format.group)).all(), scheme.suffix
+
+
 def test_where_chunks_end_changes_nothing(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     noise = torch.randn(256, 384, generator=torch.Generator().manual_seed(2))
     weight = noise * torch.logspace(-3, 3, 256)[:, None]
@@ -109,3 +118,13 @@ def test_where_chunks_end_changes_nothing(monkeypatch: pytest.MonkeyPatch, subte
             for scheme in KINDS:
                 with subtests.test(chunk=chunk, dtype=dtype, scheme=scheme.suffix):
                     assert_equal_to_torch(bits_of(weight, dtype), dtype, scheme)
+
+
+def test_a_scale_that_no_bfloat16_made_is_divided_by() -> None:
+    """Joined layers of different dtypes share the scale of the largest."""
+    bits = np.arange(128 * 128, dtype=np.uint16).reshape(128, 128)
+    scale = np.array([[0.1]], np.float32)
+    codes = np.empty(bits.shape, np.uint8)
+    kernels.encode(bits, "BF16", scale, (None, None), codes, E4M3)
+    expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), TENSOR.format).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes, expected)

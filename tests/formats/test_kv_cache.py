@@ -9,6 +9,21 @@ from openquant.formats.numbers import cache_scales, says_fp8_cache, scale_for, w
 from openquant.formats.schemes import BLOCK, CHANNEL
 
 
+def test_the_config_says_what_the_cache_holds() -> None:
+    for quantization, expected in (
+        ({}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
+    ):
+        assert says_fp8_cache(quantization) is expected, quantization
+    for other in ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, {"kv_cache_quant_algo": "NVFP4"}):
+        with pytest.raises(UsageError, match="kv_cache_"):
+            says_fp8_cache(other)
+
+
 def test_scales_of_the_cache_have_several_names() -> None:
     names = [
         "model.layers.0.self_attn.k_scale",
@@ -30,6 +45,17 @@ def test_scales_of_the_cache_have_several_names() -> None:
     assert cache_scales(names) == expected
 
 
+def test_a_config_says_it_and_can_be_rid_of_it() -> None:
+    for scheme in (CHANNEL, BLOCK):
+        settings = scheme.config([])
+        said = with_fp8_cache(settings)
+        assert says_fp8_cache(said) and not says_fp8_cache(settings)
+        assert without_fp8_cache(said) == settings
+        # What nobody here writes stays, to be looked at.
+        other = {**settings, "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "kv_cache_quant_algo": "NVFP4"}
+        assert without_fp8_cache(other) == other
+
+
 def test_scales_are_powers_of_two_that_hold_the_largest() -> None:
     for largest, scale in (
         (0.0, 1.0),
@@ -43,15 +69,3 @@ def test_scales_are_powers_of_two_that_hold_the_largest() -> None:
     ):
         assert scale_for(largest) == scale
         assert largest <= 448 * scale
-
-
-def test_a_config_says_it_and_can_be_rid_of_it() -> None:
-    for scheme in (CHANNEL, BLOCK):
-        settings = scheme.config([])
-        said = with_fp8_cache(settings)
-        assert says_fp8_cache(said) and not says_fp8_cache(settings)
-        assert without_fp8_cache(said) == settings
-    assert says_fp8_cache({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
-    for other in ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, {"kv_cache_quant_algo": "NVFP4"}):
-        with pytest.raises(UsageError, match="kv_cache_"):
-            says_fp8_cache(other)

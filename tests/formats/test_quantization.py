@@ -8,16 +8,23 @@ from openquant.errors import UsageError
 from openquant.formats.quantization import read_quantization
 
 
-def test_blocks_and_targets_that_are_none_are_refused() -> None:
-    block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 0]}
-    channel = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    for config, message in (
-        ({"quant_method": "fp8", "weight_block_size": [2**64, 128]}, f"config.json has the weight_block_size [{2**64}, 128]"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], "weights": block}}},
-         "config.json: a has no block_structure of two numbers from 1 to 65536"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": [5], "weights": channel}}},
-         "config.json: targets is not a list of names"),
-    ):  # fmt: skip
+def test_blocks_of_absurd_sizes_are_refused() -> None:
+    for side in (2**16 + 1, 2**64, 0, -1, 128.0):
+        for size in ([side, 128], [128, side]):
+            config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": size}
+            with pytest.raises(UsageError) as caught:
+                read_quantization({"quantization_config": config})
+            assert (caught.value.message, caught.value.hint) == (
+                f"config.json has the weight_block_size {size}", "it must be two numbers from 1 to 65536"
+            )  # fmt: skip
+        block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, side]}
+        groups = {"group_0": {"targets": ["Linear"], "weights": block}}
         with pytest.raises(UsageError) as caught:
-            read_quantization({"quantization_config": {"activation_scheme": "dynamic", **config}})
-        assert caught.value.message == message
+            read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+        assert caught.value.message == "config.json: group_0 has no block_structure of two numbers from 1 to 65536"
+
+
+def test_targets_that_are_no_names() -> None:
+    groups = {"group_0": {"targets": [5], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+    with pytest.raises(UsageError, match="^config.json: targets is not a list of names$"):
+        read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})

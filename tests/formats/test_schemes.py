@@ -27,10 +27,12 @@ from openquant.formats.schemes import (
     INT8_W8A8,
     INT8_W8A16,
     INTEGER_GROUPS,
+    MIXED,
     MXFP4,
     MXFP8,
     NVFP4,
     NVFP4_W4A4,
+    SCHEMES,
     STATIC,
     TENSOR,
     TENSOR_COMPRESSED,
@@ -76,6 +78,17 @@ def test_decoding_gives_the_weight_back_within_half_a_code(seed: int, magnitude:
         assert torch.isfinite(scale).all() and (scale > 0).all(), scheme.suffix
 
 
+def test_zeros_stay_zeros_under_a_scale_above_zero(subtests: pytest.Subtests) -> None:
+    weight = torch.zeros(256, 128)
+    for scheme in VARIANTS:
+        with subtests.test(scheme=scheme.suffix):
+            scale, codes = made_of(weight, scheme)
+            assert (scale == (2.0**-7 if scheme.group_size else 1)).all()
+            if scheme.format.number not in (INT8_W8A16.format.number, *(groups[0].format.number for groups in GROUPS)):
+                assert (codes.view(torch.uint8) == 0).all()
+            assert (decode(codes, scale, scheme.format) == 0).all()
+
+
 @given(share=st.floats(0, 1, width=32) | st.sampled_from([0.5, 1.0]))
 def test_no_code_overflows_bfloat16(share: float) -> None:
     for scheme in (*VARIANTS, *STATIC):
@@ -87,6 +100,14 @@ def test_no_code_overflows_bfloat16(share: float) -> None:
         usual = 2.0**-8 if scheme.format.scale.dtype == "BF16" else 2.0**-23
         slack = {MXFP4: 1 / 6, NVFP4: 2.0**-21, NVFP4_W4A4: 2.0**-21}.get(scheme, usual)
         assert (largest * (1 + slack) >= torch.from_numpy(absmax)).all(), scheme.suffix
+
+
+def test_scales_of_small_weights_are_normal_numbers_that_float16_keeps_where_there_is_one() -> None:
+    scale = TENSOR.format.scales(np.array([[0.0137, 0.0136, 0]], np.float32))
+    np.testing.assert_array_equal(scale, np.array([[np.float32(0.0137) / np.float32(448), 2.0**-15, 1]], np.float32))
+    for scheme in (CHANNEL, BLOCK):
+        scale = scheme.format.scales(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
+        np.testing.assert_array_equal(scale, np.array([[2.0**-126, 2.0**-126, 1 / 448, 1.0]], np.float32))
 
 
 def test_golden_bytes_of_fp8() -> None:
@@ -231,6 +252,12 @@ def test_compressed_tensors_reads_configs_and_decompresses_tensors(subtests: pyt
             assert torch.equal(decode(codes, read, form), decode(codes, scale, form))
 
 
+def test_what_is_said_of_schemes_is_so() -> None:
+    assert {name: (named.suffix, named.mixes) for name, named in SCHEME_NAMES.items()} == {
+        name: (scheme.suffix, name in {other.name for other in MIXED}) for name, scheme in SCHEMES.items()
+    }
+
+
 def test_schemes_of_several_formats_have_groups_that_name_theirs() -> None:
     found = INT8_W8A8.config(["a"], {CHANNEL: ["b"], INT8_W8A16: ["c"]})
     assert found["format"] == "mixed-precision"
@@ -282,6 +309,18 @@ def test_golden_bytes_of_int4() -> None:
     assert words == [[0xFEA98710, 0xF8CB86A8, *[0x88888888] * 14], [0x88888888] * 16]
 
 
+def test_every_name_has_a_default_and_every_format_is_found() -> None:
+    for scheme in VARIANTS:
+        found = find_scheme(scheme.name, scheme.method, scheme.scale_format, group_size=scheme.group_size)
+        assert found == scheme
+        assert find_scheme(scheme.name) == SCHEMES[scheme.name]
+    assert len({scheme.suffix for scheme in VARIANTS}) == len(VARIANTS)
+    assert find_scheme("block", None, "float") is find_scheme("block") is BLOCK
+    assert find_scheme("block", None, "ue8m0") is BLOCK_UE8M0
+    assert find_scheme("mxfp8", None, "ue8m0") is MXFP8
+    assert find_scheme("tensor", "compressed-tensors", "float") is TENSOR_COMPRESSED
+
+
 def test_what_is_no_scheme_says_what_is() -> None:
     kinds = "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float"
     static = "use --scheme tensor for static ones, or leave --activation-scheme out"
@@ -305,6 +344,23 @@ def test_what_is_no_scheme_says_what_is() -> None:
         assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
+def test_schemes_that_no_config_holds_together() -> None:
+    assert find_others(TENSOR, {}) == ()
+    assert find_others(CHANNEL, {"a": "block", "b": "tensor"}) == (("a", BLOCK_COMPRESSED), ("b", TENSOR_COMPRESSED))
+    with pytest.raises(UsageError) as caught:
+        find_others(MXFP8, {"**": "channel"})
+    assert (caught.value.message, caught.value.hint) == (
+        "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike",
+        "use --scheme channel, or --scheme tensor or block with --format compressed-tensors",
+    )
+    with pytest.raises(UsageError) as caught:
+        find_others(CHANNEL, {"**": "mxfp8"})
+    assert (caught.value.message, caught.value.hint) == (
+        "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
+        f"choose one of {', '.join(name for name, scheme in SCHEME_NAMES.items() if scheme.mixes)}",
+    )
+
+
 def test_scales_that_are_powers_of_two_are_the_least_that_hold_the_largest_weight() -> None:
     """For MXFP4 what is below 7 is held, as 6."""
     for form, most, low, high in ((BLOCK_UE8M0.format, 448, -126, 120), (MXFP4.format, 7, -120, 124)):
@@ -316,6 +372,20 @@ def test_scales_that_are_powers_of_two_are_the_least_that_hold_the_largest_weigh
         expected = np.concatenate([power, power if most == 448 else 2 * power, 2 * power], 1)
         np.testing.assert_array_equal(form.scales(absmax), expected)
         np.testing.assert_array_equal(group_scale(torch.from_numpy(absmax), form).numpy(), expected)
+
+
+def test_golden_bytes_of_mxfp8() -> None:
+    weight = torch.zeros(2, 96)
+    weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
+    weight[1, 32] = 449.0
+    weight[1, 95] = 1e-45
+    scale, codes = made_of(weight, MXFP8)
+    stored = MXFP8.format.encode_scales(scale.numpy())
+    assert stored.tolist() == [[118, 127, 127], [127, 128, 1]]
+    assert torch.equal(stored_scale(scale, MXFP8.format, (2, 96)), torch.from_numpy(stored))
+    codes = codes.view(torch.uint8)
+    assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
+    assert (codes[1, 32], int((codes != 0).sum())) == (0x76, 5)
 
 
 def test_golden_bytes_of_mxfp4() -> None:
@@ -336,6 +406,35 @@ def test_golden_bytes_of_mxfp4() -> None:
     assert codes[1].nonzero().tolist() == [[0]]
     # 3.5 is half way between 3 and 4, whose code is even.
     assert codes[1, 0] == 6
+
+
+def test_golden_bytes_of_nvfp4() -> None:
+    weight = torch.zeros(3, 32)
+    weight[0, :16] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    weight[0, 16:24] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6])
+    # Groups of 1/448 and of 2^-9/448 of the largest, which is 6 * 448.
+    weight[1, 0], weight[1, 16] = 2688.0, 6 * 2.0**-9
+    weight[2, 0] = 6 * 2.0**-11
+    form = NVFP4.format
+    absmax = group_absmax(weight, form.group)
+    divisor = group_global_scale(absmax.amax(), form)
+    assert divisor.item() == 1.0
+    scale = group_scale(absmax, form, divisor)
+    assert scale.tolist() == [[1, 1], [448, 2.0**-9], [2.0**-9, 1]]
+    stored = stored_scale(scale, form, (3, 32), divisor)
+    assert stored.view(torch.uint8).tolist() == [[0x38, 0x38], [0x7E, 0x01], [0x01, 0x38]]
+    assert form.encode_scales(scale.numpy(), divisor.numpy()).tolist() == stored.view(torch.uint8).tolist()
+    codes = encode(weight, scale, form)
+    assert bytes(codes[0].tolist()).hex(" ") == "10 32 54 76 98 ba dc fe 20 42 64 f6 00 00 00 00"
+    assert codes[1].tolist() == [7, *[0] * 7, 7, *[0] * 7]
+    # A quarter of the least scale: 1.5.
+    assert codes[2].tolist() == [3, *[0] * 15]
+
+
+def test_divisors_are_finite() -> None:
+    for largest, divisor in ((0.0, 1.0), (1e-45, 2.0**125), (2.0**-110, 2688 * 2.0**110)):
+        assert NVFP4.format.choose_global_scale(np.float32([largest])).tolist() == [divisor]
+        assert MXFP4.format.choose_global_scale(np.float32([largest])).tolist() == [1]
 
 
 @settings(max_examples=20)
@@ -364,28 +463,26 @@ def test_fp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: fl
         assert torch.equal(encode(weight, scale, form), packed["weight_packed"]), scheme.suffix
 
 
-def test_schemes_that_no_config_holds_together() -> None:
-    with pytest.raises(
-        UsageError, match="^--scheme-for does not go with --scheme mxfp8 in the .*: all layers are alike$"
-    ):
-        find_others(MXFP8, {"**": "channel"})
-    with pytest.raises(UsageError, match=r"^--scheme-for \*\*=mxfp8: mxfp8 is not a scheme to mix$"):
-        find_others(CHANNEL, {"**": "mxfp8"})
-
-
-def test_shapes_that_have_no_place() -> None:
+def test_stored_shapes() -> None:
+    shapes = [
+        (TENSOR, ()),
+        (TENSOR_COMPRESSED, (1,)),
+        (BLOCK_COMPRESSED, (3, 2)),
+        (MXFP8, (384, 8)),
+        (CHANNEL, (384, 1)),
+        (BLOCK, (3, 2)),
+    ]
+    assert [(scheme, scheme.format.scale_shape((384, 256))) for scheme, _ in shapes] == shapes
     for scheme, shape, error in (
+        (BLOCK, (256, 128), None),
         (BLOCK, (192, 128), "192 x 128 does not divide into 128 x 128 blocks"),
+        (BLOCK, (128, 960), "128 x 960 does not divide into 128 x 128 blocks"),
+        (TENSOR, (3, 5), None),
+        (CHANNEL, (3, 5), None),
+        (MXFP8, (3, 64), None),
         (MXFP8, (64, 48), "48 inputs per row do not divide into groups of 32"),
-        (INT8_W8A16, (64, 50), "rows of 50 do not divide into words of 4 codes"),
-        (INTEGER_GROUPS[5][3], (64, 48), "rows of 48 do not divide into 5 words with 32 codes"),
         (INT8_W8A16, (3, 64), None),
+        (INT8_W8A16, (64, 50), "rows of 50 do not divide into words of 4 codes"),
     ):
         assert scheme.format.shape_error(shape) == error
-
-
-def test_scales_of_small_weights_are_normal_numbers_that_float16_keeps_where_there_is_one() -> None:
-    scale = TENSOR.format.scales(np.array([[0.0137, 0.0136, 0]], np.float32))
-    np.testing.assert_array_equal(scale, np.array([[np.float32(0.0137) / np.float32(448), 2.0**-15, 1]], np.float32))
-    scale = CHANNEL.format.scales(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
-    np.testing.assert_array_equal(scale, np.array([[2.0**-126, 2.0**-126, 1 / 448, 1.0]], np.float32))
+    assert (INT8_W8A16.format.indivisible, INT8_W8A8.format.indivisible) == ((1, 4), (1, None))

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from openquant.formats import compiled, kernels, reference
 from openquant.formats.numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
-from openquant.formats.schemes import INT8_W8A16, INTEGER_GROUPS
+from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, INTEGER_GROUPS
 
 BY_ROW = (*(groups[3] for groups in INTEGER_GROUPS.values()), INT8_W8A16)
 WIDTHS = (INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS)
@@ -79,3 +79,35 @@ def check_columns(number: Number) -> None:
         assert np.array_equal(reference.decode(words, ones, fmt).numpy(), weights)
 
     check()
+
+
+# Words of the codes 0, 1, 2 and so on, modulo 2^bits, until words are full.
+GOLDEN = {
+    INT2: [0xE4E4E4E4],
+    INT3: [0x88FAC688, 0xC688FAC6, 0xFAC688FA],
+    INT4: [0x76543210],
+    INT5: [0x8A418820, 0xC5A92839, 0xCA307B9A, 0x38BDAB49, 0xFFBBCDEB],
+    INT6: [0x440C2040, 0xA2481C61, 0x3CE34C2C],
+    INT7: [0x40608080, 0x880E1828, 0x68C16284, 0x88901E38, 0x58A94264, 0x668C982E, 0x3E78E9C3],
+    INT8_WORDS: [0x03020100],
+}
+
+
+def test_golden_words() -> None:
+    for number in WIDTHS:
+        codes = (np.arange(number.run) % 2**number.bits).astype(np.uint8)[None]
+        packed = np.empty((1, number.nbytes(number.run)), np.uint8)
+        kernels.pack(codes, packed, number)
+        assert packed.view(np.uint32).tolist() == [GOLDEN[number]], number.name
+
+
+def test_what_does_not_fill_words_has_no_place() -> None:
+    five, two = INTEGER_GROUPS[5][3].format, INTEGER_GROUPS[2][3].format
+    assert five.shape_error((3, 64)) is None
+    assert five.shape_error((64, 48)) == "rows of 48 do not divide into 5 words with 32 codes"
+    assert two.shape_error((64, 24)) == "rows of 24 do not divide into words of 16 codes"
+    shifted = next(scheme.format for scheme in ASYMMETRIC if scheme.name == "int5")
+    assert shifted.shape_error((48, 128)) == "48 rows do not divide into 5 words with 32 zero points"
+    assert (shifted.height, shifted.indivisible, five.indivisible) == (32, (32, 128), (1, 32))
+    assert INT5.row_error(10) is None
+    assert INT5.row_error(11) == "its rows are not whole sets of 5 words with 32 codes"

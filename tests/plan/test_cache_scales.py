@@ -173,3 +173,9 @@ def test_scales_of_a_source_by_head_are_refused(tmp_path: Path) -> None:
     source = with_scales(tmp_path, **{"0__self_attn__k_scale": torch.ones(2)})
     with pytest.raises(PlanError, match=r"k_scale is F32 \[2\], not a single scale"):
         planned(source)
+
+
+def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
+    options = PlanOptions(fp8_kv_cache=True, calibration=seen((1.0, 1.0)))
+    with pytest.raises(PlanError, match="did not observe keys and values of layer 1"):
+        planned(small_checkpoints.write(tmp_path / "source"), options=options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -14,16 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from conftest import ROOT, change_json, tree
+from conftest import ROOT, change_json, run_openquant, tree
 from openquant import compress, dequantize, verify
-from openquant.errors import PlanError, SourceError
+from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
 from openquant.formats.reference import encode, group_absmax, group_scale
-from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
+from openquant.machine import peak_rss
 from openquant.plan import summary
-from openquant.plan.plan import ignored_layers, make_plain_plan, make_plan
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.layout import weight_kinds
+from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
 from support.published_checkpoints import published, with_few_experts
@@ -40,12 +45,14 @@ from support.quantized_checkpoints import (
     by_rows,
     by_tensor,
     decompressed,
+    float_groups,
     group,
     int4,
     is_layer,
     ragged_blocks,
     store,
     weights_of,
+    widened,
 )
 from support.representatives import everything, in_all_ways
 from support.rows import for_each
@@ -170,6 +177,23 @@ def test_ragged_blocks_pass_through_and_dequantize(tmp_path: Path) -> None:
     assert small_checkpoints.read(tmp_path / "rows")[f"{DOWN}.weight"].dtype == FP8
 
 
+def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    small = {name: weights[name][:64] for name in weights if name.split(".")[-2] in ("k_proj", "v_proj")}
+    source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | small)
+    change_json(source / "config.json", lambda found: found.update(num_key_value_heads=1))
+    result = compress(source, tmp_path / "out", "block")
+    # q, k and v of both layers.
+    assert (result.quantized_tensors, result.decoded_tensors) == (8, 6)
+    assert {Q, Q.replace("q_proj", "k_proj")} < set(result.ignored_layers)
+    expected = weights_of(source, (128, 128))[f"{Q}.weight"].bfloat16()
+    assert same(small_checkpoints.read(tmp_path / "out")[f"{Q}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+    # In the other format they have one scale for each row.
+    result = compress(source, tmp_path / "rows", "block", format="compressed-tensors")
+    assert (result.schemes, result.decoded_tensors) == ({"block": 8, "channel": 6}, 0)
+
+
 def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     plain = small_checkpoints.tensors("Qwen3ForCausalLM")
@@ -191,6 +215,73 @@ def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     assert all(same(found[name], stored[name]) for name in found)
     # Another scheme asks the registry.
     assert compress(source, tmp_path / "rows", "channel").quantized_tensors == 14
+
+
+@for_each(("kind", "module"), [("fp8 blocks", "lm_head"), ("compressed-tensors per row", "model.embed_tokens")])
+def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, module: str) -> None:
+    """Engines load neither where it is listed as unquantized, as it always is."""
+    make, config, group = SOURCES[kind]
+    source = store(tmp_path / "source", make, config)
+    plain = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{module}.weight"]
+    change_weights(source, lambda weights: weights.update({f"{module}.{k}": v for k, v in make(plain).items()}))
+    result = compress(source, tmp_path / "out", "block" if group == (128, 128) else "channel")
+    assert (result.quantized_tensors, result.decoded_tensors) == (14, 1)
+    expected = weights_of(source, group)[f"{module}.weight"].bfloat16()
+    assert same(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_a_quantized_router_is_decoded(tmp_path: Path) -> None:
+    """vLLM builds most routers without quantization and refuses their scales."""
+    source = tmp_path / "source"
+    compress(small_checkpoints.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source)
+    router, before = "model.layers.1.mlp.gate", small_checkpoints.read(source)
+    weight = before[f"{router}.weight"]
+
+    def quantize(weights: Weights) -> None:
+        weights[f"{router}.weight"] = weight.to(FP8)
+        weights[f"{router}.weight_scale"] = torch.tensor(0.25)
+
+    change_weights(source, quantize)
+    change_json(source / "config.json", lambda found: found["quantization_config"].update(ignored_layers=[]))
+    assert any(problem.endswith("is F8_E4M3, but it is kept: router") for problem in verify(source).problems)
+    result = compress(source, tmp_path / "out")
+    assert result.decoded_tensors == 1
+    assert router in result.ignored_layers
+    found = small_checkpoints.read(tmp_path / "out")
+    assert same(found[f"{router}.weight"], (weight.to(FP8).float() * 0.25).bfloat16())
+    assert set(found) == set(before)
+    assert all(same(found[name], before[name]) for name in found if name != f"{router}.weight")
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
+    """DeepSeek ships them in FP8. In that scheme they stay, in another they are kept as bfloat16, as ever."""
+    plain = small_checkpoints.write(tmp_path / "plain", "DeepseekV3ForCausalLM")
+    weights = small_checkpoints.read(plain)
+    stored: Weights = {}
+    draft = [name for name in weights if name.startswith("model.layers.2.") and is_layer(name)]
+    assert draft
+    for name, weight in weights.items():
+        kept = weight.ndim < 2 or "_proj" not in name or "eh_proj" in name
+        codes, scale = (weight, None) if kept else ragged_blocks(weight)
+        stored[name] = codes
+        if scale is not None:
+            stored[f"{name}_scale_inv"] = scale
+    source = small_checkpoints.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
+    change_json(source / "config.json", lambda found: found.update(quantization_config=BLOCKS))
+    compress(source, tmp_path / "blocks", "block")
+    assert verify(tmp_path / "blocks", source, full=True).problems == ()
+    found = small_checkpoints.read(tmp_path / "blocks")
+    assert set(found) == set(stored)
+    assert all(same(found[name], stored[name]) for name in found)
+    result = compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows", source, full=True).problems == ()
+    found = small_checkpoints.read(tmp_path / "rows")
+    assert result.decoded_tensors >= len(draft)
+    for name in draft:
+        product = stored[name].float() * widened(stored[f"{name}_scale_inv"], stored[name].shape)
+        assert same(found[name], product.bfloat16())
 
 
 def test_one_scale_of_a_joined_set_stays_where_engines_load_it(tmp_path: Path) -> None:
@@ -237,7 +328,99 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
     assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
 
 
+@for_each(("dtype", "shape"), [(torch.bfloat16, (1,)), (torch.float16, (1, 1)), (torch.float64, ())])
+def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """As llm-compressor writes them: BF16 [1]."""
+    config = group("tensor")
+    config["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
+    }  # fmt: skip
+    source, scale = tmp_path / "source", torch.full(shape, 0.1, dtype=dtype)
+    store(source, by_tensor(shape=(1,), input_scale=scale), config, shards=3)
+    assert compress(source, tmp_path / "out", activation_scheme="static").quantized_tensors == 14
+    found = small_checkpoints.read(tmp_path / "out")
+    scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
+    assert len(scales) == 14
+    assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
+
+
+def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
+    source, name = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR), f"{DOWN}.input_scale"
+    # One that is none, and one beyond float32.
+    for scale, told in ((torch.tensor(math.nan), "nan"), (torch.tensor(1e300, dtype=torch.float64), "inf")):
+        change_weights(source, lambda weights, scale=scale: weights.update({name: scale}))
+        with pytest.raises(SourceError) as caught:
+            compress(source, tmp_path / "none", activation_scheme="static")
+        assert caught.value.message == f"{name} in model.safetensors holds {told}, which is not a valid scale"
+    # One of many numbers.
+    change_weights(source, lambda weights: weights.update({name: torch.full((3,), 0.5)}))
+    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
+    why = [found.why for found in plan.lines if found.names == (DOWN,)]
+    assert why == ["its input_scale is F32 [3], not a single float"]
+
+    change_weights(source, lambda weights: weights.pop(name))
+    result = compress(source, tmp_path / "out", activation_scheme="static")
+    assert result.quantized_tensors == 13
+    assert DOWN in result.ignored_layers
+    assert make_plan(open_checkpoint(source), TENSOR_STATIC).notes == (
+        "no static activation scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
+    )
+    with pytest.raises(OpenQuantError, match="--scheme block has no static activations"):
+        compress(source, tmp_path / "no", "block", activation_scheme="static")
+    with pytest.raises(PlanError) as caught:
+        make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
+    assert caught.value.message == (
+        "static activation scales need a calibration, or the input_scale tensors of a quantized source, of which this one "
+        "has none"
+    )
+
+
+def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(input_scale=torch.full((2,), 0.5)), PER_TENSOR)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", activation_scheme="static")
+    assert (caught.value.message, caught.value.hint) == (
+        "nothing would be quantized: its input_scale is F32 [2], not a single float (14 layers)",
+        "choose other options, or say --ignore '**' if a copy is what you want",
+    )
+    assert not (tmp_path / "out").exists()
+    result = compress(source, tmp_path / "out", activation_scheme="static", ignore=["**"])
+    assert result.quantized_tensors == 0
+    asked = small_checkpoints.write(tmp_path / "plain")
+    assert "nothing is quantized" in make_plan(open_checkpoint(asked), TENSOR, PlanOptions(("**",))).notes
+
+
 # What engines have no place for.
+
+LEFTOVERS = ("act_scale", "output_scale", "input_zero_point", "weight_zero_point")
+
+
+def test_leftovers_are_left_out_with_a_note(tmp_path: Path) -> None:
+    left = {last: torch.tensor(1.0) for last in LEFTOVERS}
+    source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
+    cache = {f"model.layers.{layer}.self_attn.{part}_proj.output_scale" for layer in (0, 1) for part in "qkv"}
+    for number, work in enumerate((compress, partial(compress, scheme="channel"), dequantize)):
+        work(source, tmp_path / str(number))
+        found = {name for name in small_checkpoints.read(tmp_path / str(number)) if name.endswith(LEFTOVERS)}
+        assert found == (set() if work is dequantize else cache)
+    checkpoint = open_checkpoint(source)
+    for plan in (make_plain_plan(checkpoint), make_plan(checkpoint, TENSOR)):
+        (note,) = plan.notes
+        assert note.startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
+        assert "o_proj.output_scale" in note
+        assert "k_proj.output_scale" not in note
+
+    # They are a problem to verify.
+    out = tmp_path / "out"
+    compress(small_checkpoints.write(tmp_path / "plain"), out)
+    change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
+    assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is a tensor that engines refuse to load",)
+    # Zero points that count are refused.
+    config = group("tensor", symmetric=False)
+    source = store(tmp_path / "shifted", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
+    with pytest.raises(PlanError, match="group_0 stores asymmetric float8 weights by tensor"):
+        compress(source, tmp_path / "no")
+
 
 # Other numbers than FP8.
 
@@ -305,7 +488,169 @@ def test_four_bits_as_compressed_tensors_has_them(tmp_path: Path, make: Make, co
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
 
+def test_int4_with_negative_scales_as_auto_round_has_it(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", partial(int4, signed=True), INT4)
+    stored = small_checkpoints.read(source)
+    assert (stored[f"{Q}.weight_scale"] < 0).any()
+    assert all("weight_shape is I32" in problem for problem in verify(source).problems)
+    dequantize(source, tmp_path / "plain")
+    plain = small_checkpoints.read(tmp_path / "plain")
+    for name in filter(is_layer, plain):
+        assert same(plain[name], decompressed(stored, name.removesuffix(".weight"), INT4).bfloat16())
+    compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows", tmp_path / "plain", full=True).problems == ()
+    for asymmetric in (False, True):
+        out = tmp_path / f"out-{asymmetric}"
+        compress(source, out, "int4", group_size="32", asymmetric=asymmetric)
+        copied = small_checkpoints.read(out)
+        assert all(same(copied[name], stored[name]) for name in stored if name.endswith(("_scale", "_packed")))
+        assert verify(out, source, full=True).problems == ()
+        dequantize(out, tmp_path / f"again-{asymmetric}")
+        again = small_checkpoints.read(tmp_path / f"again-{asymmetric}")
+        assert all(same(again[name], plain[name]) for name in plain)
+
+
+def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: Path) -> None:
+    """As compressed-tensors packs them. That the last codes are none stands in `weight_shape` alone."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    config = group("channel", type="int") | {"format": "pack-quantized"}
+
+    def make(weight: torch.Tensor) -> Weights:
+        weight = weight[:, :-2].float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        packed = pack_to_int32((weight / scale).round().to(torch.int8), 8)
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+
+    source = store(tmp_path / "source", make, config, shards=3)
+    told = (
+        r"(model\.layers\.\d\.[a-z_.]*)\.weight_shape is \[(\d+), (254|510)\], "
+        r"but \1\.weight_packed holds codes of \[\2, (256|512)\]"
+    )
+    for work in (dequantize, partial(compress, scheme="int8")):
+        with pytest.raises(SourceError, match=f"^{told}$") as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.hint.startswith("rows that do not fill their words are not supported")
+
+    # Shards come as they are named.
+    plan = make_plain_plan(open_checkpoint(source), "")
+    for name, place in plan.source.where.items():
+        if name.endswith(".weight_shape"):
+            assert place.shard in plan.layout.sources(plan.decoded.where[name.replace("_shape", "")].shard)
+
+    # Where codes need no change, nothing is decoded.
+    _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path / "ours")
+    change_weights(out, lambda weights: weights[f"{Q}.weight_shape"].copy_(torch.tensor([256, 255])))
+    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is \[256, 255\], but .* \[256, 256\]$"):
+        compress(out, tmp_path / "copied", "int8-weights")
+    change_weights(out, lambda weights: weights.update({f"{Q}.weight_shape": torch.tensor([256, 256, 1])}))
+    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is I64 \[3\], not two integers$"):
+        make_plain_plan(open_checkpoint(out), "")
+
+
+def test_power_of_two_scales(tmp_path: Path) -> None:
+    compress(small_checkpoints.write(tmp_path / "plain"), tmp_path / "ours", "block", scale_format="ue8m0")
+    ours = small_checkpoints.read(tmp_path / "ours")
+    for dtype in (torch.float8_e8m0fnu, torch.uint8, torch.float32):
+
+        def make(weight: torch.Tensor, dtype: torch.dtype = dtype) -> Weights:
+            scale = group_scale(group_absmax(weight, BLOCK.format.group), BLOCK_UE8M0.format)
+            bits = (scale.view(torch.int32) >> 23).to(torch.uint8)
+            stored = {torch.float32: scale, torch.uint8: bits}.get(dtype, bits.view(torch.float8_e8m0fnu))
+            return {"weight": encode(weight, scale, BLOCK.format), "weight_scale_inv": stored}
+
+        source, out = tmp_path / f"source {dtype}", tmp_path / f"out {dtype}"
+        store(source, make, BLOCKS | {"scale_fmt": "ue8m0"})
+        compress(source, out, "block", scale_format="ue8m0")
+        found = small_checkpoints.read(out)
+        assert set(found) == set(ours)
+        assert all(same(found[name], ours[name]) for name in found), dtype
+
+
+MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
+
+
+@for_each(("make", "config", "options"), [
+    (float_groups, MX, {"scheme": "mxfp8"}),
+    (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
+])  # fmt: skip
+def test_scales_that_are_no_powers_of_two(
+    tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
+) -> None:
+    """They are decoded as they are, and pass for no exponents."""
+    source = store(tmp_path / "source", make, config)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", **options, workers=1)  # type: ignore[arg-type]
+    name = next(name for name in make(torch.ones(128, 128)) if "scale" in name)
+    assert re.fullmatch(
+        rf"model\.layers\..*\.{name} in model\.safetensors holds \S+, not a power of two as config\.json says",
+        caught.value.message,
+    )
+    compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows").problems == ()
+
+
+def test_modelopts_blocks_have_scales_of_four_axes(tmp_path: Path) -> None:
+    def make(weight: torch.Tensor) -> Weights:
+        codes, scale = ragged_blocks(weight)
+        return {"weight": codes, "weight_scale": scale[:, None, :, None].contiguous()}
+
+    source = store(tmp_path / "source", make, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"})
+    compress(source, tmp_path / "out", "block")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
+    assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
+    assert same(found[f"{Q}.weight_scale_inv"], stored[f"{Q}.weight_scale"][:, 0, :, 0].contiguous())
+
+
 # Shards.
+
+
+def test_a_shard_of_scales_alone_leaves_none_behind(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    parts = {
+        "model-00001-of-00002.safetensors": {n: t for n, t in weights.items() if not n.endswith("_inv")},
+        "model-00002-of-00002.safetensors": {n: t for n, t in weights.items() if n.endswith("_inv")},
+    }
+    for name, part in parts.items():
+        save_file(part, source / name, {"format": "pt"})
+    placed = {tensor: name for name, part in parts.items() for tensor in part}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    compress(source, tmp_path / "out", "block")
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
+        "model-00001-of-00002.safetensors"
+    ]
+    assert all(same(tensor, weights[name]) for name, tensor in small_checkpoints.read(tmp_path / "out").items())
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("convert.conversion", "weights.reading"):
+        monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
+    for kind, workers, scheme in (("fp8 blocks", 1, "block"), ("compressed-tensors per row", 3, "channel")):
+        make, config, group = SOURCES[kind]
+        source = store(tmp_path / kind, make, config)
+        dequantize(source, tmp_path / f"{kind} plain", workers=workers)
+        plain = small_checkpoints.read(tmp_path / f"{kind} plain")
+        for name, weight in weights_of(source, group).items():
+            assert same(plain[name], weight.bfloat16())
+        compress(source, tmp_path / f"{kind} same", scheme, workers=workers)
+        stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / f"{kind} same")
+        assert all(same(found[name], stored[name]) for name in weights_of(source, group))
+
+
+def test_what_is_decoded_counts_as_memory(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    kinds = weight_kinds(make_plain_plan(open_checkpoint(source)).decisions)
+    assert {matrix.shape for matrix in kinds} == {(256, 256), (128, 256), (512, 256), (256, 512)}
+    assert all(matrix.format is not None for matrix in kinds)
+    with pytest.raises(OpenQuantError, match="memory"):
+        dequantize(source, tmp_path / "none", max_memory=1)
+    # What this process holds counts, and other tests have left much.
+    dequantize(source, tmp_path / "little", max_memory=peak_rss() + (1 << 29), workers=3)
+    dequantize(source, tmp_path / "much")
+    assert tree(tmp_path / "little") == tree(tmp_path / "much")
 
 
 def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
@@ -419,6 +764,32 @@ def test_damaged_scales_and_codes_are_refused(tmp_path: Path) -> None:
         compress(source, out, "block")
 
 
+def test_a_weight_both_quantized_and_not_or_in_another_number(tmp_path: Path) -> None:
+    twice = store(tmp_path / "twice", int4, INT4)
+    change_weights(twice, lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256).bfloat16()}))
+    weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
+    told = f"{Q}.weight is F8_E4M3, but config.json has its layer as"
+    for source, message in (
+        (twice, f"{Q}.weight is there twice, as {Q}.weight_packed too"),
+        (store(tmp_path / "mxfp4", float_groups, {"quant_method": "mxfp4"}, weights), f"{told} FP4"),
+        (store(tmp_path / "int4", float_groups, INT4, weights), f"{told} INT4"),
+    ):
+        for work in (dequantize, compress):
+            with pytest.raises(SourceError) as caught:
+                work(source, tmp_path / "out")
+            assert caught.value.message == message
+
+
+def test_a_parameter_beside_its_scale_is_no_quantized_weight(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    more = {"model.gain": torch.ones(4), "model.gain_scale": torch.ones(1), f"{Q}.weight_scale_scale": torch.ones(1)}
+    change_weights(source, lambda weights: weights.update(more))
+    compress(source, tmp_path / "out", "block")
+    found = small_checkpoints.read(tmp_path / "out")
+    assert torch.equal(found["model.gain_scale"], torch.ones(1))
+    assert verify(tmp_path / "out").problems == ()
+
+
 KNOWN = (
     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
     "tensor, channel or group, and asymmetric ones in words by channel or group; or start from the unquantized model"
@@ -445,134 +816,30 @@ def test_unknown_formats(tmp_path: Path) -> None:
             assert caught.value.hint == hint
 
 
+def test_a_config_that_a_tool_left_behind_as_it_decoded_weights_stops_nothing(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "expected")
+    for number, left in enumerate(({"group_size": 64, "bits": 4}, {"quant_method": "bitnet"}, {"quant_method": "fp8"})):
+        change_json(source / "config.json", lambda found, left=left: found.update(quantization_config=left))
+        compress(source, tmp_path / str(number))
+        assert tree(tmp_path / str(number))["config.json"] == tree(tmp_path / "expected")["config.json"]
+
+
 # The command.
 
 
-def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    small = {name: weights[name][:64] for name in weights if name.split(".")[-2] in ("k_proj", "v_proj")}
-    source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | small)
-    change_json(source / "config.json", lambda found: found.update(num_key_value_heads=1))
-    assert any("groups of fused layers do not divide into blocks" in note for note in verify(source).notes)
-    result = compress(source, tmp_path / "out", "block")
-    # q, k and v of both layers.
-    assert (result.quantized_tensors, result.decoded_tensors) == (8, 6)
-    expected = weights_of(source, (128, 128))[f"{Q}.weight"].bfloat16()
-    assert same(small_checkpoints.read(tmp_path / "out")[f"{Q}.weight"], expected)
-
-
-def test_a_quantized_router_or_head_is_decoded(tmp_path: Path) -> None:
-    """Engines load neither, and vLLM refuses a router's scales."""
-    source, modules = tmp_path / "source", ("model.layers.1.mlp.gate", "lm_head")
-    compress(small_checkpoints.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source)
-    before = small_checkpoints.read(source)
-
-    def quantize(weights: Weights) -> None:
-        for module in modules:
-            weights[f"{module}.weight"] = before[f"{module}.weight"].to(FP8)
-            weights[f"{module}.weight_scale"] = torch.tensor(0.25)
-
-    change_weights(source, quantize)
-    change_json(source / "config.json", lambda found: found["quantization_config"].update(ignored_layers=[]))
-    assert any(problem.endswith("is F8_E4M3, but it is kept: router") for problem in verify(source).problems)
-    result = compress(source, tmp_path / "out")
-    assert (result.decoded_tensors, set(result.ignored_layers) >= {*modules}) == (2, True)
-    found = small_checkpoints.read(tmp_path / "out")
-    for module in modules:
-        expected = (before[f"{module}.weight"].to(FP8).float() * 0.25).bfloat16()
-        assert same(found[f"{module}.weight"], expected)
-    assert found.keys() == before.keys()
-
-
-def test_input_scales_that_are_none(tmp_path: Path) -> None:
-    """And one in BF16 of one axis, as llm-compressor writes it, is one."""
-    source, name = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR), f"{DOWN}.input_scale"
-    for scale, problem in (
-        (torch.tensor([0.5], dtype=torch.bfloat16), None),
-        (torch.full((3,), 0.5), "its input_scale is F32 [3], not a single float"),
-        (None, "the source has no input_scale for it"),
-    ):
-        change_weights(
-            source, lambda weights, scale=scale: weights.pop(name) if scale is None else weights.update({name: scale})
-        )
-        plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
-        why = next(line.why for line in plan.lines if DOWN in line.names)
-        assert why.startswith(problem or "")
-        assert (DOWN in ignored_layers(plan)) == (problem is not None)
-    # Beyond float32.
-    change_weights(source, lambda weights: weights.update({name: torch.tensor(1e300, dtype=torch.float64)}))
-    with pytest.raises(SourceError, match=rf"^{name} in model.safetensors holds inf, which is not a valid scale$"):
-        compress(source, tmp_path / "none", activation_scheme="static")
-    with pytest.raises(PlanError, match="^static activation scales need a calibration, or the input_scale tensors"):
-        make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
-
-
-def test_a_config_that_a_tool_left_behind_as_it_decoded_weights_stops_nothing(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
-    change_json(source / "config.json", lambda found: found.update(quantization_config={"quant_method": "bitnet"}))
-    assert compress(source, tmp_path / "out").quantized_tensors == 14
-
-
-def test_scales_that_are_no_powers_of_two_are_decoded_as_they_are(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"})
-    with pytest.raises(
-        SourceError, match=r"weight_scale_inv in .* holds \S+, not a power of two as config\.json says$"
-    ):
-        compress(source, tmp_path / "out", "block", scale_format="ue8m0")
-    compress(source, tmp_path / "rows", "channel")
-    assert verify(tmp_path / "rows").problems == ()
-
-
-def test_shapes_of_packed_weights_are_read(tmp_path: Path) -> None:
-    """Rows that do not fill their words show there alone; auto-round writes I32, and scales of either sign."""
-    source = store(tmp_path / "source", partial(int4, signed=True), INT4, shards=3)
-    assert all("weight_shape is I32" in problem for problem in verify(source).problems)
-    assert verify(source, small_checkpoints.write(tmp_path / "plain"), full=True).errors
-    stored = small_checkpoints.read(source)
-    assert (stored[f"{Q}.weight_scale"] < 0).any()
-    dequantize(source, tmp_path / "decoded")
-    expected = decompressed(stored, Q, INT4).bfloat16()
-    assert same(small_checkpoints.read(tmp_path / "decoded")[f"{Q}.weight"], expected)
-    compress(source, tmp_path / "out", "int4", group_size="32")
-    copied = small_checkpoints.read(tmp_path / "out")
-    assert all(same(copied[name], stored[name]) for name in stored if name.endswith(("_scale", "_packed")))
-
-    # Shards come as they are named.
-    plan = make_plain_plan(open_checkpoint(source), "")
-    for name, place in plan.source.where.items():
-        if name.endswith(".weight_shape"):
-            assert place.shard in plan.layout.sources(plan.decoded.where[name.replace("_shape", "")].shard)
-    for shape, told in (
-        ([256, 255], r"\[256, 255\], but .* \[256, 256\]"),
-        ([256, 256, 1], r"I64 \[3\], not two integers"),
-    ):
-        change_weights(source, lambda weights, shape=shape: weights.update({f"{Q}.weight_shape": torch.tensor(shape)}))
-        with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is {told}$"):
-            dequantize(source, tmp_path / "no")
-
-
-def test_what_engines_have_no_place_for_is_left_out(tmp_path: Path) -> None:
-    """And is a problem in an output; one in which nothing is quantized has a note."""
-    source = store(tmp_path / "source", by_tensor(**STATIC, act_scale=torch.tensor(1.0)), PER_TENSOR)
-    compress(source, tmp_path / "out")
-    found = small_checkpoints.read(tmp_path / "out")
-    assert not [name for name in found if name.endswith("act_scale")]
-    [note] = make_plan(open_checkpoint(source), TENSOR).notes
-    assert note.startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
-    change_weights(tmp_path / "out", lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
-    told = (f"model.safetensors: {Q}.act_scale is a tensor that engines refuse to load",)
-    assert verify(tmp_path / "out").problems == told
-    assert compress(source, tmp_path / "copy", ignore=["**"]).quantized_tensors == 0
-    compress(small_checkpoints.write(tmp_path / "plain"), tmp_path / "none", ignore=["**"])
-    assert "nothing is quantized" in verify(tmp_path / "none").notes
-
-
-def test_modelopts_blocks_have_scales_of_four_axes(tmp_path: Path) -> None:
-    def make(weight: torch.Tensor) -> Weights:
-        codes, scale = ragged_blocks(weight)
-        return {"weight": codes, "weight_scale": scale[:, None, :, None].contiguous()}
-
-    source = store(tmp_path / "source", make, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"})
-    compress(source, tmp_path / "out", "block")
-    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
-    assert same(found[f"{Q}.weight_scale_inv"], stored[f"{Q}.weight_scale"][:, 0, :, 0].contiguous())
+def test_the_command(tmp_path: Path) -> None:
+    source = store(tmp_path / "Foo-FP8", by_blocks(), BLOCKS)
+    done = run_openquant("dequantize", source, "-o", tmp_path / "out", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["decoded_tensors"] == 14
+    done = run_openquant("dequantize", source, "-o", tmp_path / "out")
+    assert "is already complete; nothing was written" in done.stdout
+    done = run_openquant("dequantize", tmp_path / "out", "-o", tmp_path / "again")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: nothing in {tmp_path / 'out'} is quantized\nhint: there is nothing to dequantize\n"
+    dry = run_openquant("dequantize", source, "-o", tmp_path / "other", "--dry-run")
+    assert dry.returncode == 0
+    assert "BF16   787 kB  1.57 MB  model.layers.{0..1}.mlp.{down,gate,up}_proj\n" in dry.stdout
+    assert "all weights in bfloat16 (14 layers)" in dry.stdout
+    assert not (tmp_path / "other").exists()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from openquant import compress, dequantize, verify
+from openquant.errors import SourceError
 from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan import summary
 from openquant.plan.plan import make_plain_plan, make_plan
@@ -14,6 +17,7 @@ from support import small_checkpoints
 from support.published_checkpoints import with_few_experts
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store
 from support.rows import for_each
+from support.small_checkpoints import change_weights
 
 # The magnitudes of E2M1's codes; the fourth bit is the sign.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -95,6 +99,28 @@ def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
         assert torch.equal(codes.view(torch.uint8), stored[name].view(torch.uint8)), name
         told = powers(stored[name.replace(".weight", ".scale")])
         assert torch.equal(powers(scale) if scheme == "mxfp4" else scale.double(), told), name
+
+
+UP = "model.layers.0.mlp.up_proj"
+SCALE = f"{UP}.scale"
+FAULTS: list[tuple[Callable[[Weights], object], str]] = [
+    (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}), f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
+    (lambda weights: weights.update({SCALE: torch.ones(512, 8)}), f"{UP}.weight is I8, but config.json has its layer as FP8"),
+    (lambda weights: weights.pop(SCALE), f"{UP}.weight is I8, but config.json has its layer as FP8"),
+    (lambda weights: weights[SCALE].view(torch.uint8).fill_(255), f"{SCALE} in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
+]  # fmt: skip
+
+
+@for_each(("change", "message"), FAULTS)
+def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights], object], message: str) -> None:
+    source, _ = deepseek_v4(tmp_path / "source")
+    change_weights(source, change)
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == message
+    # Exponents may be bytes.
+    change_weights(source, lambda weights: weights.update({SCALE: torch.zeros(512, 8, dtype=torch.uint8)}))
+    dequantize(source, tmp_path / "plain")
 
 
 def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:

@@ -38,6 +38,40 @@ def test_dequantized_each_as_its_format_has_it(tmp_path: Path, file: bool) -> No
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
 
 
+def test_mtp_layers_in_another_format(tmp_path: Path) -> None:
+    """Blocks of another size, under another name of the algorithm, with scales called weight_scale_inv."""
+    source, module = mixed_precision(tmp_path / "source", shards=1), "mtp.layers.0.mlp.experts.0.up_proj"
+    codes, scale = ragged_blocks(small_checkpoints.tensors(ARCHITECTURE)[f"{EXPERTS}.0.up_proj.weight"])
+    scale = scale.repeat_interleave(2, 0)[: codes.shape[0] // 64].repeat_interleave(2, 1)[:, : codes.shape[1] // 64]
+    scale = scale.bfloat16().contiguous()
+    change_weights(source, lambda found: found.update({f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}))
+    layer = {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 64}
+    change_json(
+        source / "config.json",
+        lambda found: found["quantization_config"]["quantized_layers"].update({"mtp.layers.0.mlp.experts": layer}),
+    )
+    dequantize(source, tmp_path / "out")
+    wide = scale.float().repeat_interleave(64, 0).repeat_interleave(64, 1)
+    assert torch.equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], (codes.float() * wide).bfloat16())
+
+
+@for_each(
+    ("named", "stored"),
+    [("language_model.model.layers.0", "model.language_model.layers.0"),
+     ("model.language_model.layers.0", "language_model.model.layers.0")],
+)  # fmt: skip
+def test_names_of_language_models(named: str, stored: str) -> None:
+    layers = {f"{named}.mlp": {"quant_algo": "W4A16_NVFP4"}, f"{named}.mlp.down_proj": {"quant_algo": "fp8"}}
+    config = {"quant_method": "modelopt", "quant_algo": "mixed_precision", "quantized_layers": layers}
+    found = read_quantization({"quantization_config": config})
+    titles = [
+        fmt and fmt.number.title
+        for part in ("mlp.up_proj", "mlp.down_proj", "mlp_up", "self_attn.q_proj")
+        for fmt in (found.format_of(f"{stored}.{part}"),)
+    ]
+    assert titles == ["FP4", "FP8", None, None]
+
+
 UNKNOWN: list[tuple[Any, str]] = [
     (None, " has MIXED_PRECISION and no quantized_layers"),
     ({}, " has MIXED_PRECISION and no quantized_layers"),
@@ -89,37 +123,3 @@ def test_factors_of_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         dequantize(source, tmp_path / "out")
     assert caught.value.message == f"the source is already quantized: {name} is not supported"
-
-
-def test_mtp_layers_in_another_format(tmp_path: Path) -> None:
-    """Blocks of another size, under another name of the algorithm, with scales called weight_scale_inv."""
-    source, module = mixed_precision(tmp_path / "source", shards=1), "mtp.layers.0.mlp.experts.0.up_proj"
-    codes, scale = ragged_blocks(small_checkpoints.tensors(ARCHITECTURE)[f"{EXPERTS}.0.up_proj.weight"])
-    scale = scale.repeat_interleave(2, 0)[: codes.shape[0] // 64].repeat_interleave(2, 1)[:, : codes.shape[1] // 64]
-    scale = scale.bfloat16().contiguous()
-    change_weights(source, lambda found: found.update({f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}))
-    layer = {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 64}
-    change_json(
-        source / "config.json",
-        lambda found: found["quantization_config"]["quantized_layers"].update({"mtp.layers.0.mlp.experts": layer}),
-    )
-    dequantize(source, tmp_path / "out")
-    wide = scale.float().repeat_interleave(64, 0).repeat_interleave(64, 1)
-    assert torch.equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], (codes.float() * wide).bfloat16())
-
-
-@for_each(
-    ("named", "stored"),
-    [("language_model.model.layers.0", "model.language_model.layers.0"),
-     ("model.language_model.layers.0", "language_model.model.layers.0")],
-)  # fmt: skip
-def test_names_of_language_models(named: str, stored: str) -> None:
-    layers = {f"{named}.mlp": {"quant_algo": "W4A16_NVFP4"}, f"{named}.mlp.down_proj": {"quant_algo": "fp8"}}
-    config = {"quant_method": "modelopt", "quant_algo": "mixed_precision", "quantized_layers": layers}
-    found = read_quantization({"quantization_config": config})
-    titles = [
-        fmt and fmt.number.title
-        for part in ("mlp.up_proj", "mlp.down_proj", "mlp_up", "self_attn.q_proj")
-        for fmt in (found.format_of(f"{stored}.{part}"),)
-    ]
-    assert titles == ["FP4", "FP8", None, None]

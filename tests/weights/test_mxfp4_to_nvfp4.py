@@ -101,6 +101,14 @@ def test_powers_of_two_that_e4m3_does_not_have(tmp_path: Path) -> None:
     assert max(error.relative for error in report.errors) < 0.1
 
 
+def test_smoothed_weights_are_others() -> None:
+    shape = (16, 32)
+    weight = Weight("up", "up", TensorInfo("up.weight", "BF16", shape), shape, format=MXFP4.format)
+    smoothed = weight._replace(transform=WeightTransform(columns=np.ones(32, np.float32)))
+    assert [each.divides_into(NVFP4.format) for each in (weight, smoothed)] == [True, False]
+    assert not weight.divides_into(MXFP4.format)
+
+
 def test_diagnose_and_the_plan_know_it(tmp_path: Path) -> None:
     source = store(tmp_path / "source", mxfp4(110, 118), CONFIG)
     assert {layer.errors["nvfp4"] for layer in diagnose(source, "nvfp4").layers} == {0.0}
@@ -108,11 +116,3 @@ def test_diagnose_and_the_plan_know_it(tmp_path: Path) -> None:
         "14 layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of fused layers is "
         "more than 2^17 times the smallest, which are quantized again"
     ) in make_plan(open_checkpoint(source), NVFP4).notes
-
-
-def test_smoothed_weights_are_others() -> None:
-    shape = (16, 32)
-    weight = Weight("up", "up", TensorInfo("up.weight", "BF16", shape), shape, format=MXFP4.format)
-    smoothed = weight._replace(transform=WeightTransform(columns=np.ones(32, np.float32)))
-    assert [each.divides_into(NVFP4.format) for each in (weight, smoothed)] == [True, False]
-    assert not weight.divides_into(MXFP4.format)

@@ -14,7 +14,7 @@ import torch
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, SourceError
 from openquant.formats.reference import decode, encode, group_absmax, group_global_scale, group_scale, stored_scale
-from openquant.formats.schemes import NVFP4
+from openquant.formats.schemes import NVFP4, find_scheme
 from support import small_checkpoints
 from support.quantized_checkpoints import Weights, is_layer, store
 from support.rows import for_each
@@ -123,6 +123,19 @@ def test_products_are_decoded_and_codes_and_scales_stay(tmp_path: Path, kind: st
             assert (scale.dtype, scale.tolist()) == (torch.float32, [inputs])
 
 
+@for_each(("kind", "scheme"), [("compressed-tensors", "mxfp4"), ("modelopt W4A4", "channel")])
+def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    stored = small_checkpoints.read(source)
+    compress(source, tmp_path / "out", scheme)
+    found, form = small_checkpoints.read(tmp_path / "out"), find_scheme(scheme).format
+    for module in {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}:
+        weight = stands_for(stored, module)
+        scale = group_scale(group_absmax(weight, form.group), form)
+        codes = encode(weight, scale, form).view(torch.uint8)
+        assert torch.equal(found[f"{module}.{form.codes}"].view(torch.uint8), codes)
+
+
 def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path) -> None:
     source, last = source_of(tmp_path / "source", "modelopt"), "weight_scale_2"
     stored = small_checkpoints.read(source)
@@ -152,6 +165,54 @@ def test_a_scale_of_activations_that_is_no_number(tmp_path: Path) -> None:
         with pytest.raises(SourceError) as caught:
             compress(source, tmp_path / "out", "nvfp4-w4a4", overwrite=True)
         assert caught.value.message == message
+
+
+def test_scales_of_activations_are_verified(tmp_path: Path) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
+    compress(source, out, "nvfp4-w4a4")
+    assert verify(out, source, full=True).problems == ()
+    change_weights(out, lambda found: found[f"{QUERY}.input_global_scale"].fill_(float("inf")))
+    assert [problem.partition(": ")[2] for problem in verify(out).problems] == [
+        f"{QUERY}.input_global_scale holds inf at [0]: scales are finite and above zero"
+    ]
+    change_weights(out, lambda found: found.pop(f"{QUERY}.input_global_scale"))
+    assert any(
+        f"{QUERY}.weight_packed has no {QUERY}.input_global_scale, but its activations are scaled under it" in problem
+        for problem in verify(out).problems
+    )
+
+
+def test_scales_and_codes_that_are_not_the_source_s_are_reported(tmp_path: Path) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
+    compress(source, out, "nvfp4")
+    stored = small_checkpoints.read(out)
+
+    def problems(full: bool, **changed: torch.Tensor) -> tuple[str, ...]:
+        new = {f"{QUERY.removesuffix('q_proj')}{name.replace('__', '.')}": held for name, held in changed.items()}
+        change_weights(out, lambda found: found.update(stored | new))
+        return verify(out, source if full else None, full=full).problems
+
+    # Joined layers have one global scale, and that of the source.
+    names = [f"{QUERY.removesuffix('q_proj')}{part}_proj.weight_global_scale" for part in "qkv"]
+    half = {"q_proj__weight_global_scale": stored[names[0]] / 2}
+    fused = "but engines fuse their layers under one scale"
+    assert any(names[0] in problem and fused in problem for problem in problems(False, **half))
+    assert any(f"{names[0]} is" in problem and "the source makes it" in problem for problem in problems(True, **half))
+    halves = {f"{part}_proj__weight_global_scale": stored[name] / 2 for part, name in zip("qkv", names, strict=True)}
+    assert problems(False, **halves) == ()
+    full = problems(True, **halves)
+    assert [name for name in names if any(f"{name} is" in problem for problem in full)] == names
+
+    # As it is stored.
+    scale, codes = stored[f"{QUERY}.weight_scale"].clone(), stored[f"{QUERY}.weight_packed"].clone()
+    scale[1, 2] = 448.0 if scale[1, 2].float() < 400 else 224.0
+    codes[0, 0] ^= 0x10
+    told = f"{QUERY}.weight_scale holds {scale[1, 2].item():.9g} at [1, 2]"
+    assert any(told in problem for problem in problems(True, q_proj__weight_scale=scale))
+    [problem] = problems(True, q_proj__weight_packed=codes)
+    assert f"{QUERY}.weight_packed has the code" in problem
+    assert "at [0, 1]" in problem
+    assert f"(1 of {codes.numel() * 2} codes differ)" in problem
 
 
 def without(last: str) -> Callable[[Weights], object]:
@@ -193,25 +254,3 @@ def test_damaged_sources_are_refused_by_name(tmp_path: Path, subtests: pytest.Su
                     problems = (error.message,)
                 assert any(QUERY in problem for problem in problems)
         (source / "model.safetensors").write_bytes(sound)
-
-
-def test_global_scales_that_are_not_the_source_s_are_reported(tmp_path: Path) -> None:
-    source, out = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
-    compress(source, out, "nvfp4")
-    names = [f"{QUERY.removesuffix('q_proj')}{part}_proj.weight_global_scale" for part in "qkv"]
-    # Joined layers have one.
-    for changed, fused in ((names[:1], True), (names, False)):
-        change_weights(out, lambda found, changed=changed: [found[name].div_(2) for name in changed])
-        told = [
-            problem for problem in verify(out).problems if "but engines fuse their layers under one scale" in problem
-        ]
-        assert bool(told) == fused
-        full = verify(out, source, full=True).problems
-        assert all(
-            any(f"{name} is" in problem and "the source makes it" in problem for problem in full) for name in changed
-        )
-        change_weights(out, lambda found, changed=changed: [found[name].mul_(2) for name in changed])
-    # As it is stored.
-    change_weights(out, lambda found: found[f"{QUERY}.weight_scale"].view(torch.uint8)[1].fill_(0x7E))
-    told = f"{QUERY}.weight_scale holds 448 at [1, "
-    assert any(told in problem for problem in verify(out, source, full=True).problems)

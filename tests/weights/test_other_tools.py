@@ -78,6 +78,47 @@ def test_the_tools_decode_to_the_same(tmp_path: Path, path: Path) -> None:
             assert np.array_equal(found, expected)
 
 
+def test_layers_of_quark_may_differ(tmp_path: Path) -> None:
+    """The first pattern that matches counts, then the class, then what is for all."""
+    layer = {"weight": spec("fp8_e4m3", "per_channel", ch_axis=0), "input_tensors": TOKENS}
+    other = {"weight": spec("int8", "per_tensor")}
+    config = quark(
+        spec("fp8_e4m3", "per_tensor"),
+        layer_quant_config={"*.q_proj": layer, "x.q_proj": other, "x.k_proj": other, "y": {"weight": None}},
+    )
+    found = read_quantization({"quantization_config": config})
+    groups = {name: found.format_of(name) for name in ("x.q_proj", "x.k_proj", "x.v_proj", "y")}
+    whole = ("FP8", (None, None))
+    titles = [fmt and (fmt.number.title, fmt.group) for fmt in groups.values()]
+    assert titles == [("FP8", (1, None)), ("INT8", (None, None)), whole, whole]
+    inputs = found.inputs_of("x.q_proj")
+    assert inputs is not None
+    assert (inputs.number.title, inputs.group, inputs.static) == ("FP8", (1, None), False)
+    assert found.inputs_of("x.v_proj") is None
+    by_class = read_quantization({"quantization_config": config | {"layer_type_quant_config": {"Linear": other}}})
+    assert by_class.format_of("x.v_proj") == found.format_of("x.k_proj")
+
+
+def test_activations_of_quark() -> None:
+    def read(inputs: Any) -> Any:
+        config = quark(spec("fp8_e4m3", "per_tensor"), inputs)
+        found = read_quantization({"quantization_config": config}).inputs_of("x")
+        return found and (found.number.title, found.group, found.static, found.power_of_two, found.has_global_scale)
+
+    assert read(None) is None
+    assert read(spec("fp8_e4m3", "per_tensor")) == ("FP8", (None, None), True, False, False)
+    assert read([TOKENS]) == ("FP8", (1, None), False, False, False)
+    group = {"group_size": 32, "scale_format": "e8m0", "is_dynamic": True}
+    assert read(spec("fp8_e4m3", "per_group") | group) == ("FP8", (1, 32), False, True, False)
+    assert read(KINDS["quark nvfp4"].config["global_quant_config"]["input_tensors"]) == (
+        "FP4", (1, 16), False, False, True
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="which is not known here"):
+        read(spec("fp4", "per_group") | group)
+    with pytest.raises(UsageError, match="which is not known here"):
+        read(spec("int8", "per_tensor", symmetric=False))
+
+
 QUARK = (
     "known are FP8 per_tensor, per_channel and per_block, symmetric int8 per_tensor and per_channel, symmetric int4 and "
     "asymmetric uint4 per_group, MXFP4, MXFP8 and NVFP4; or start from the unquantized model"
@@ -249,47 +290,6 @@ def check_damage(source: Path, out: Path, message: str) -> None:
         with pytest.raises(OpenQuantError) as refused:
             verify(source)
         assert (refused.value.message, refused.value.hint) == (caught.value.message, caught.value.hint)
-
-
-def test_layers_of_quark_may_differ(tmp_path: Path) -> None:
-    """The first pattern that matches counts, then the class, then what is for all."""
-    layer = {"weight": spec("fp8_e4m3", "per_channel", ch_axis=0), "input_tensors": TOKENS}
-    other = {"weight": spec("int8", "per_tensor")}
-    config = quark(
-        spec("fp8_e4m3", "per_tensor"),
-        layer_quant_config={"*.q_proj": layer, "x.q_proj": other, "x.k_proj": other, "y": {"weight": None}},
-    )
-    found = read_quantization({"quantization_config": config})
-    groups = {name: found.format_of(name) for name in ("x.q_proj", "x.k_proj", "x.v_proj", "y")}
-    whole = ("FP8", (None, None))
-    titles = [fmt and (fmt.number.title, fmt.group) for fmt in groups.values()]
-    assert titles == [("FP8", (1, None)), ("INT8", (None, None)), whole, whole]
-    inputs = found.inputs_of("x.q_proj")
-    assert inputs is not None
-    assert (inputs.number.title, inputs.group, inputs.static) == ("FP8", (1, None), False)
-    assert found.inputs_of("x.v_proj") is None
-    by_class = read_quantization({"quantization_config": config | {"layer_type_quant_config": {"Linear": other}}})
-    assert by_class.format_of("x.v_proj") == found.format_of("x.k_proj")
-
-
-def test_activations_of_quark() -> None:
-    def read(inputs: Any) -> Any:
-        config = quark(spec("fp8_e4m3", "per_tensor"), inputs)
-        found = read_quantization({"quantization_config": config}).inputs_of("x")
-        return found and (found.number.title, found.group, found.static, found.power_of_two, found.has_global_scale)
-
-    assert read(None) is None
-    assert read(spec("fp8_e4m3", "per_tensor")) == ("FP8", (None, None), True, False, False)
-    assert read([TOKENS]) == ("FP8", (1, None), False, False, False)
-    group = {"group_size": 32, "scale_format": "e8m0", "is_dynamic": True}
-    assert read(spec("fp8_e4m3", "per_group") | group) == ("FP8", (1, 32), False, True, False)
-    assert read(KINDS["quark nvfp4"].config["global_quant_config"]["input_tensors"]) == (
-        "FP4", (1, 16), False, False, True
-    )  # fmt: skip
-    with pytest.raises(UsageError, match="which is not known here"):
-        read(spec("fp4", "per_group") | group)
-    with pytest.raises(UsageError, match="which is not known here"):
-        read(spec("int8", "per_tensor", symmetric=False))
 
 
 class RemoteShard:

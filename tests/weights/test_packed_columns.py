@@ -13,7 +13,7 @@ import torch
 
 from conftest import change_json
 from openquant import compress, dequantize, verify
-from openquant.errors import PlanError, SourceError
+from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.plan.plan import make_plan
@@ -160,6 +160,19 @@ def test_repacked_without_a_change_of_any_value(tmp_path: Path, name: str) -> No
     report = verify(out, source, full=True)
     assert report.problems == ()
     assert max(error.relative for error in report.errors) == 0
+
+
+def test_the_plan_says_what_is_made_anew(tmp_path: Path) -> None:
+    for name, note in (
+        ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
+        ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
+    ):
+        source = store(tmp_path / name, *KINDS[name][:2])
+        plan = make_plan(open_checkpoint(source), find_scheme("int4", group_size="32"))
+        assert note in plan.notes
+    compress(source, tmp_path / "out", "int4", group_size="32")
+    dequantize(source, tmp_path / "plain")
+    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
 
 def changed(last: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], object]:
@@ -322,6 +335,10 @@ def test_layers_may_be_stored_otherwise(tmp_path: Path, name: str) -> None:
 
 
 def test_codes_that_config_json_does_not_tell_of(tmp_path: Path) -> None:
+    for make, config in ((gptq(), awq_config()), (awq(), gptq_config())):
+        source = store(tmp_path / "source", make, config)
+        with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):
+            dequantize(source, tmp_path / "out")
     source = store(tmp_path / "source", gptq(), asymmetric_config())
     with pytest.raises(SourceError, match="but config.json has its layer in none of AWQ, GPTQ and auto-round"):
         dequantize(source, tmp_path / "out")
@@ -331,18 +348,26 @@ def test_codes_that_config_json_does_not_tell_of(tmp_path: Path) -> None:
 
 def test_what_awq_leaves_out_is_a_part_of_names(tmp_path: Path) -> None:
     source = store(tmp_path / "source", awq(), awq_config())
-    for names, problems in ((["head"], 0), (["lm_head", "q_proj"], 2)):
+
+    def listing(*names: str) -> tuple[str, ...]:
         change_json(
             source / "config.json",
-            lambda found, names=names: found["quantization_config"].update(modules_to_not_convert=names),
+            lambda found: found["quantization_config"].update(modules_to_not_convert=list(names)),
         )
-        assert len(verify(source).problems) == problems
+        return verify(source).problems
 
+    assert listing() == listing("head") == listing("lm_head", "visual") == ()
+    assert len(listing("lm_head", "q_proj")) == 2
+    down = "model.layers.0.mlp.down_proj"
 
-def test_zero_points_and_act_order_are_said_to_be_made_anew(tmp_path: Path) -> None:
-    for name, note in (
-        ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
-        ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
-    ):
-        source = store(tmp_path / name, *KINDS[name][:2])
-        assert note in make_plan(open_checkpoint(source), find_scheme("int4", group_size="32")).notes
+    def plain(weights: Weights) -> None:
+        for last in ("qweight", "qzeros", "scales"):
+            del weights[f"{down}.{last}"]
+        weights[f"{down}.weight"] = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{down}.weight"]
+
+    change_weights(source, plain)
+    # Without a list vLLM goes by what there is.
+    assert listing() == listing("lm_head", "layers.0.mlp.down") == ()
+    assert listing("lm_head") == (
+        f"model.safetensors: {down}.weight is BF16, but modules_to_not_convert does not list {down}",
+    )

@@ -99,6 +99,17 @@ def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture:
     check_rows(small_checkpoints.read(tmp_path / "out"), split(architecture, meant))
 
 
+def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that lie as columns are read some at a time, scales of blocks with them."""
+    source, meant = write(tmp_path / "source", ACROSS, "blocks")
+    monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 32 * 256 * 4)
+    monkeypatch.setattr("openquant.convert.conversion.BUFFER", 128 * 256)
+    compress(source, tmp_path / "out", "channel", workers=1)
+    check_rows(small_checkpoints.read(tmp_path / "out"), split(ACROSS, meant))
+    compress(source, tmp_path / "same", "block", workers=1)
+    assert verify(tmp_path / "same", source).problems == ()
+
+
 @for_each(("architecture", "layout", "scheme"), [
     *((architecture, "blocks", "block") for architecture in (ACROSS, ALONG, BESIDE)),
     (BESIDE, "each", "tensor"),
@@ -120,6 +131,17 @@ def test_codes_pass_where_the_scheme_is_the_same(tmp_path: Path, architecture: s
         scale = found[name.removesuffix("weight") + last]
         wide = widened(scale, weight.shape) if scheme == "block" else scale
         assert torch.equal(found[name].double() * wide.double(), weight), name
+
+
+def test_ignored_experts_are_decoded_one_by_one(tmp_path: Path) -> None:
+    source, meant = write(tmp_path / "source", ACROSS, "blocks")
+    compress(source, tmp_path / "out", "block", ignore=["**.layers.0.mlp.experts.**"])
+    assert verify(tmp_path / "out", source).problems == ()
+    found = small_checkpoints.read(tmp_path / "out")
+    decoded = [name for name in split(ACROSS, meant) if found[name].dtype == torch.bfloat16]
+    assert len(decoded) == 12
+    for name in decoded:
+        assert torch.equal(found[name], split(ACROSS, meant)[name].to(torch.bfloat16)), name
 
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
