@@ -382,7 +382,7 @@ def _classes(ending: str, bodies: str) -> list[str]:
 
 
 # How vLLM finds the scheme of an input embedding. It builds those of all other classes without a quantization. Asked of
-# vLLM 0.33.
+# vLLM itself.
 BY_NAME = (
     *_classes(
         "ForCausalLM",
