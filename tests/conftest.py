@@ -73,6 +73,7 @@ WALKED_QUICKLY = re.compile(
 # too, and answers over HTTP but for one; launchers of ranks; scores of all architectures, and those of a run that goes on;
 # how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
+    "cli/test_start.py::test_threads_that_wait_sleep_unless_the_user_says_otherwise",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
     "fit/test_fit_verb.py::test_scoring_that_is_stopped_continues_and_gives_the_same_scores",
     "fit/test_scores.py::test_every_unit_has_a_score_in_every_scheme",

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -72,6 +73,7 @@ def test_the_command_of_a_point_makes_it(searched: Path, capsys: pytest.CaptureF
     assert "--fit: scores of 16 units from " in err
     assert f"--fit: the mixture: KL {point['kl']:.4f} " in err
     stored = sum(info.nbytes for info in open_checkpoint(searched / "made").tensors.values())
+    shutil.rmtree(searched / "made")
     assert stored == point["bytes"]
 
 
