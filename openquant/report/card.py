@@ -2,9 +2,8 @@
 
 It says what changes the output's bytes, and nothing about the machine that made them.
 
-The source's card stands as it is below a heading, in another repository. Nothing is rendered: lines are read as far as
-CommonMark's blocks decide what a heading is. Whatever the text leaves open, such as a fence or `<details>`, closes at
-its end, and nothing of ours follows it.
+The source's card stands below a heading, with its own headings at lower levels and its relative links made absolute.
+Whatever its text leaves open, such as a fence or `<details>`, closes at its end, and nothing of ours follows it.
 """
 
 from __future__ import annotations
@@ -610,30 +609,8 @@ def _texts_options(calibration: Calibration) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value and value != defaults[name]}
 
 
-# Markers of quotes and list items before a heading.
-_MARKERS = r"(?:(?: {0,3}>)|(?: {0,3}(?:[-*+]|\d{1,9}[.)])[ \t]))* {0,3}"
-_HEADING = re.compile(rf"^({_MARKERS})(#{{1,6}})(?=[ \t]|$)")
+_HEADING = re.compile(r" {0,3}(#{1,6})(?=[ \t]|$)")
 _FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")
-_UNDERLINE = re.compile(r" {0,3}(=+|-+)[ \t]*$")
-_RULE = re.compile(r" {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$")
-# Lines that are no paragraph, so that an underline below them makes no heading: quotes, rows of tables, items of lists,
-# and indented code.
-_NO_PARAGRAPH = re.compile(r" {0,3}(?:[>|]|[-*+][ \t]|\d{1,9}[.)][ \t])| {4}|\t")
-# HTML that runs to the next empty line: tags of blocks, and any tag alone on a line.
-_HTML = re.compile(
-    r" {0,3}</?(?:(?:article|aside|blockquote|center|dd|details|div|dl|dt|figcaption|figure|footer|form|h[1-6]"
-    r"|header|hr|iframe|li|main|nav|ol|p|section|source|summary|table|tbody|td|tfoot|th|thead|tr|ul)(?=[ \t/>]|$)"
-    r"|[^<>]*>[ \t]*$)",
-    re.IGNORECASE,
-)
-# HTML blocks in which a line of text begins nothing: how they begin and end.
-_RAW = (
-    (
-        re.compile(r" {0,3}<(?:pre|script|style|textarea)(?=[ \t>]|$)", re.IGNORECASE),
-        re.compile(r"</(?:pre|script|style|textarea)>", re.IGNORECASE),
-    ),
-    (re.compile(r" {0,3}<!--"), re.compile("-->")),
-)
 _HTML_HEADING = re.compile(r"(</?h)([1-6])(?=[ \t/>]|$)", re.IGNORECASE)
 # Targets: of a link or picture, in the definition of a reference, and in HTML. Code is skipped.
 _TARGETS = re.compile(
@@ -664,8 +641,8 @@ def source_section(text: str, level: int, repo: str | None, revision: str | None
     Returns:
         The text, without empty lines around it.
     """
-    lines = list(_lines(text.replace("\r\n", "\n").replace("\r", "\n").strip("\n").rstrip()))
-    levels = [int(found) for line, is_code in lines if not is_code for found in _levels(line)]
+    lines = list(_mark_code(text.replace("\r\n", "\n").strip("\n").rstrip()))
+    levels = [found for line, is_code in lines if not is_code for found in _levels(line)]
     down = max(0, level - min(levels, default=level))
 
     def link(target: str) -> str:
@@ -681,62 +658,35 @@ def source_section(text: str, level: int, repo: str | None, revision: str | None
     return "\n".join(written)
 
 
-def _lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield each line, and whether it belongs to a block of code or raw HTML. Underlined headings become "# Title"."""
+def _mark_code(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield each line, and whether it belongs to a fenced block of code."""
     fence: str | None = None
-    raw: re.Pattern[str] | None = None
-    paragraph: list[str] = []
-    # Whether an underline of dashes below the paragraph makes a heading, and not the end of a list.
-    top = True
-    html = False
     for line in text.split("\n"):
-        opening = None
-        if not (fence or raw or html):
-            opening = _FENCE.match(line)
-            raw = next((end for start, end in _RAW if start.match(line)), None)
-        underline = not (fence or raw or opening) and _UNDERLINE.match(line)
-
-        if underline and paragraph and (top or "=" in underline[1]):
-            level = "#" if "=" in underline[1] else "##"
-            yield f"{level} {' '.join(map(str.strip, paragraph))}", False
-            paragraph = []
-            top = True
-            continue
-
-        is_code = bool(fence or raw or opening)
-        heading = _HEADING.match(line)
-        html = not is_code and bool(line.strip()) and (html or (not paragraph and bool(_HTML.match(line))))
-        ends = is_code or heading or not line.strip() or _RULE.match(line)
-
-        if not ends and not html and (paragraph or not _NO_PARAGRAPH.match(line)):
-            top = top and (bool(paragraph) or not line.startswith(" "))
-            paragraph.append(line)
-            continue
-
-        yield from ((waiting, False) for waiting in paragraph)
-        yield line, is_code
-        paragraph = []
-        top = bool(ends)
+        opening = None if fence else _FENCE.match(line)
+        yield line, bool(fence or opening)
 
         if opening:
             fence = opening[1]
         elif fence and re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
             fence = None
-        elif raw and raw.search(line):
-            raw = None
-
-    yield from ((waiting, False) for waiting in paragraph)
 
 
 def _levels(line: str) -> list[int]:
-    levels = [len(heading[2]) for heading in _HEADING.finditer(line)]
-    return levels + [int(found[2]) for found in _HTML_HEADING.finditer(line)]
+    """Return the levels of the headings that begin in a line."""
+    levels = [int(found[2]) for found in _HTML_HEADING.finditer(line)]
+    heading = _HEADING.match(line)
+    if heading:
+        levels.append(len(heading[1]))
+    return levels
 
 
 def _lower_headings(line: str, down: int) -> str:
     """Return a line with its headings that many levels lower; 6 is the lowest."""
     line = _HTML_HEADING.sub(lambda match: f"{match[1]}{min(6, int(match[2]) + down)}", line)
-    return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1)
+    heading = _HEADING.match(line)
+    if heading is None:
+        return line
+    return line[: heading.start(1)] + "#" * min(6, len(heading[1]) + down) + line[heading.end(1) :]
 
 
 def _rewrite_links(line: str, link: Callable[[str], str]) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# Columns below a row that is too long for one line begin so far to the right.
+# Cells beneath a row that is too long for one line begin so far to the right.
 _BENEATH = 6
 
 
@@ -177,39 +177,54 @@ COMMAND = re.compile(
 _GLUE = "\0"
 
 
-def table(
-    rows: Sequence[Sequence[str]], left: Container[int] = (0,), width: int | None = None, keys: int = 1
-) -> list[str]:
+def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), width: int | None = None) -> list[str]:
     """Align the columns of a table, and escape what a terminal obeys. No word and no figure is cut.
 
     A table that is too wide is made narrower, by the first of these that is enough: the cells of a last column
-    without a heading go beneath their rows; headings and columns of text but the first ones are wrapped; columns
-    go beneath the first ones, in several tables if they must.
+    without a heading go beneath their rows; headings and columns of text but the first one are wrapped; all cells but
+    the first one go beneath their rows, each with its heading.
 
     Args:
         rows: the cells of each row, all rows of equally many. The first row has the headings.
         left: indices of the columns of text, which are aligned to the left; the others are to the right.
         width: the most characters of a line; None for any number.
-        keys: the number of first columns that say what a row is about.
 
     Returns:
         The lines, without spaces at their ends; one with a longer word is longer.
     """
     rows = [[terminal(cell) for cell in row] for row in rows]
+    longest = _longest(rows)
+    if width is None or _span(longest) <= width:
+        return [line for row in rows for line in _row(row, longest, left)]
+
     remarks = [""] * len(rows)
-    last = len(rows[0]) - 1
-    if width is not None and _span(_longest(rows)) > width and last > keys and last in left and not rows[0][last]:
+    last = len(longest) - 1
+    if last > 1 and last in left and not rows[0][last]:
         remarks = [row[last] for row in rows]
         rows = [row[:last] for row in rows]
-    blocks = _blocks(rows, left, width, keys)
-    for lines, remark in zip(blocks[-1], remarks, strict=True):
+
+    widths = _narrow_columns(_longest(rows), _least_widths(rows, left, width), width)
+    lines = []
+    for row, remark in zip(rows, remarks, strict=True):
+        if _span(widths) <= width:
+            lines += _row(row, widths, left)
+        else:
+            lines += _stack_cells(rows[0], row, width)
         if remark:
             lines += _wrap(" " * _BENEATH + remark, width, 0)
+    return lines
 
-    shown = [line for lines in blocks[0] for line in lines]
-    for block in blocks[1:]:
-        shown += ["", *(line for lines in block for line in lines)]
-    return shown
+
+def _stack_cells(headings: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """Write the cells of a row beneath its first one, each with its heading: "      bits 8.00, size 1.2 GB"."""
+    lines = list(filter(None, _wrap(row[0], width)))
+    if row is headings:
+        return lines
+    # No line ends between a heading and its figure.
+    pairs = zip(headings[1:], row[1:], strict=True)
+    below = [f"{heading} {cell}".strip().replace(" ", _GLUE) for heading, cell in pairs if cell]
+    wrapped = _wrap(" " * _BENEATH + ", ".join(below), width, 0)
+    return lines + [line.replace(_GLUE, " ") for line in wrapped]
 
 
 def _wrap(text: str, width: int | None, hang: int = 2) -> list[str]:
@@ -235,50 +250,11 @@ def _span(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
-def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | None, keys: int) -> list[list[list[str]]]:
-    """Lay a table out as one block or more, below each other: the lines of each row, for each block."""
-    longest = _longest(rows)
-    if width is None:
-        return [[_row(row, longest, left) for row in rows]]
-
-    least = _least_widths(rows, left, width, keys)
-    narrowed = _narrow_columns(longest, least, width)
-    if _span(narrowed) <= width:
-        return [[_row(row, narrowed, left) for row in rows]]
-
-    # The first columns stand beside the others, or above them if they take more than half of a line.
-    beneath = _span(narrowed[:keys]) > width // 2
-    room = width - _span(narrowed[:keys]) - 2
-    if beneath:
-        room = width - _BENEATH
-
-    blocks = []
-    for part in _divide_columns(least, room, keys):
-        widths = _narrow_columns([longest[column] for column in part], [least[column] for column in part], room)
-
-        if not beneath:
-            columns = [*range(keys), *part]
-            in_block = {at for at, column in enumerate(columns) if column in left}
-            all_widths = [*narrowed[:keys], *widths]
-            blocks.append([_row([row[column] for column in columns], all_widths, in_block) for row in rows])
-            continue
-
-        heads = _narrow_columns(longest[:keys], least[:keys], width)
-        in_part = {at for at, column in enumerate(part) if column in left}
-        block = []
-        for row in rows:
-            below = _row([row[column] for column in part], widths, in_part)
-            block.append([*_row(row[:keys], heads, left), *(" " * _BENEATH + line for line in below if line)])
-        blocks.append(block)
-
-    return blocks
-
-
-def _least_widths(rows: Sequence[Sequence[str]], left: Container[int], width: int, keys: int) -> list[int]:
+def _least_widths(rows: Sequence[Sequence[str]], left: Container[int], width: int) -> list[int]:
     """Return the least width of each column: of its longest word, or of its longest figure."""
     least = []
     for number, (heading, *cells) in enumerate(zip(*rows, strict=True)):
-        is_text = number in left and number >= keys
+        is_text = number in left and number > 0
         widths = map(_longest_word if is_text else len, cells)
         least.append(max(_longest_word(heading), *widths, 0))
 
@@ -286,16 +262,6 @@ def _least_widths(rows: Sequence[Sequence[str]], left: Container[int], width: in
         # Behind a long word of the last column there is nothing to align.
         least[-1] = min(least[-1], width // 3)
     return least
-
-
-def _divide_columns(least: Sequence[int], room: int, keys: int) -> list[list[int]]:
-    """Divide the columns behind the first ones into parts that fit beside or below these."""
-    parts: list[list[int]] = [[]]
-    for column in range(keys, len(least)):
-        if parts[-1] and _span([least[other] for other in (*parts[-1], column)]) > room:
-            parts.append([])
-        parts[-1].append(column)
-    return parts
 
 
 def _longest_word(text: str) -> int:

