@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..errors import SourceError
 from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
 from ..files.shardfile import TensorInfo
-from ..patterns import collapse
+from ..patterns import collapse, compile_pattern
 from ..registry.architecture import (
     ANY,
     EMBEDDING,
@@ -46,6 +46,9 @@ _Value = TypeVar("_Value")
 _MOST_LOST = 1_000
 _MOST_EXPERTS = 10_000
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+# Tensors of layers that files have beside those of their class: constants, scales, and experts as others store them.
+_UNREAD = re.compile(r"\.experts\.|inv_freq$|masked_bias$|\.attn\.bias$|\.attention\.bias$|_scale$|_zero_point$")
+_NUMBERS = re.compile(r"\d+")
 # What notes begin with that say nothing about a source.
 NOT_CHECKED = "completeness not checked"
 _TASK_HEAD = "the head of its task: no tensor is named score, classifier or the like"
@@ -114,12 +117,13 @@ class _Layers:
 
 
 class _Comparer:
-    def __init__(self, known: ClassTensors, stored: Stored, config: ConfigSizes) -> None:
+    def __init__(self, entry: ModuleRules, known: ClassTensors, stored: Stored, config: ConfigSizes) -> None:
         self.known = known
         self.stored = stored
         self.config = config
         self.losses: list[Loss] = []
         self.misfits: list[str] = []
+        self.is_decoder = compile_pattern(entry.model.layers).fullmatch
         # What does not fit, by what config.json says.
         self.wrong: dict[str, dict[str, None]] = {}
 
@@ -160,6 +164,7 @@ class _Comparer:
         ]
         if not any(kinds):
             return 0, False
+        self._compare_unread(prefix, kinds)
         length = self._length(layers.length, stored)
         fewest = min(sum(map(self._count, kind.values())) for kind in kinds if kind)
         if not stored.numbers:
@@ -189,6 +194,23 @@ class _Comparer:
         if len(self.losses) == before:
             self._compare_occurrences(prefix, layers, stored)
         return length * fewest, False
+
+    def _compare_unread(self, prefix: str, kinds: Iterable[Collection[str]]) -> None:
+        """Name tensors that the class does not have in decoder layers: engines refuse them, or answer without them."""
+        if not self.known.is_built or not self.is_decoder(f"{prefix}.0"):
+            return
+        read = {_NUMBERS.sub("*", f"{prefix}.*.{name}") for kind in kinds for name in kind}
+        unread = [
+            name
+            for name in self.stored.by_template
+            if name.startswith(f"{prefix}.*.")
+            and _NUMBERS.sub("*", name) not in read
+            and not _UNREAD.search(name)
+            and not (name.endswith(".bias") and self.config.has_biases)
+        ]
+        if unread:
+            more = f" and {len(unread) - 4} more" if len(unread) > 4 else ""
+            self.misfits.append(f"with it {self.known.name} has no {', '.join(unread[:4])}{more}")
 
     def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
         """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
@@ -414,7 +436,7 @@ def compare_with_class(
     known = under_stored_names(known, entry, stored)
     if not entry.model.has_head:
         known = known._replace(outside=_without_head(known.outside, entry))
-    comparer = _Comparer(known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
+    comparer = _Comparer(entry, known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
     comparer.run()
     lost = [_TASK_HEAD] if _lacks_task_head(entry, tensors, config) else []
     lost += _lost_mtp_layers(entry, tensors, text)
@@ -588,6 +610,11 @@ class ConfigSizes:
             # Older files have the language model's keys at the top level, or under other names.
             value = self._text.get(key.removeprefix(self._text_path).removeprefix("."))
         return value
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether config.json turns biases on, under one of the names that engines look at."""
+        return any("bias" in key and value is True for key, value in self._text.items())
 
     def holds(self, conditions: Iterable[tuple[str, bool]]) -> bool:
         """Whether conditions of a rule are met."""

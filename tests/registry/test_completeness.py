@@ -124,6 +124,21 @@ def test_mtp_layers_that_config_json_counts_are_named(subtests: pytest.Subtests)
     assert {"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "MiMoForCausalLM"} <= {*counted}
 
 
+def test_tensors_that_a_class_does_not_read_are_named() -> None:
+    small = Small("LlamaForCausalLM")
+    attention = "model.layers.1.self_attn"
+    norm, bias, constant = (f"{attention}.{name}" for name in ("q_norm.weight", "q_proj.bias", "rotary_emb.inv_freq"))
+    more = {name: TensorInfo(name, "BF16", (64,)) for name in (norm, constant)}
+    with_bias = small.tensors | {bias: TensorInfo(bias, "BF16", (small.config["num_attention_heads"] * 64,))}
+
+    said = "with it LlamaForCausalLM has no model.layers.*.self_attn."
+    assert small.compared(small.tensors | more).misfits == [f"{said}q_norm.weight"]
+    assert small.compared(with_bias).misfits == [f"{said}q_proj.bias"]
+    for key in ("attention_bias", "bias"):
+        small.text = {**small.config, key: True}
+        assert not [text for text in small.compared(with_bias).misfits if "has no" in text]
+
+
 @pytest.mark.parametrize("architecture", representatives(small_checkpoints.ARCHITECTURES))
 def test_whatever_is_lost_or_of_another_shape_is_named(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Small(architecture)

@@ -44,7 +44,7 @@ def test_nan_is_a_problem_with_and_without_the_source(tmp_path: Path) -> None:
 
 def test_infinity_is_a_problem_in_a_weight_and_a_note_elsewhere(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", vocab=128)
-    mask = "model.layers.0.self_attn.mask"
+    mask = "model.layers.0.self_attn.masked_bias"
 
     def change(held: dict[str, torch.Tensor]) -> None:
         held[NORM][:2] = math.inf
