@@ -19,9 +19,18 @@ from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_rea
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError, UsageError
-from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
+from .files.cards import evaluation_notes, metadata_notes, source_of, split_card
 from .files.checkpoint import readable
-from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
+from .files.destination import (
+    DiskSpace,
+    Needs,
+    Provenance,
+    find_shortages,
+    finished_files,
+    output_errors,
+    read_journal,
+    stated_facts,
+)
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, damaged_json, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.hardware import KEPT
@@ -273,7 +282,7 @@ def _plan_dequantized(opened: Opened) -> Job:
     """Make the plan of dequantize()."""
     with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
-        if stated_facts(opened.checkpoint).smoothed:
+        if stated_facts(opened.checkpoint.root).smoothed:
             plan = replace(plan, notes=(*plan.notes, FOLDED))
     return prepare(opened, plan)
 

@@ -341,11 +341,12 @@ def claim_of(job: Job, generated: Mapping[str, bytes], publisher: Publisher | No
         # Each rank keeps source shards of its own on disk.
         scratch += scratch_bytes(source, source_needs(source, plan)) * job.ranks.size
 
+    transforms = plan.options.transforms
     contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
         files,
-        plan.provenance._replace(copy=run.copy),
+        plan.provenance._replace(copy=run.copy, smoothing=transforms.scales if transforms else {}),
         _weight_facts(plan),
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=scratch,

@@ -26,7 +26,7 @@ import yaml
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, Fingerprint, readable
-from .destination import FileKind, WeightFacts, facts_in, read_journal
+from .destination import FileKind
 from .model_files import CARD_FILE, EVAL_FILE, EVAL_PAGE, EVAL_PICTURE, MAX_SMALL, parse_json, read_small, short_repr
 
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
@@ -61,8 +61,6 @@ _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: 
 # What python_call() returns.
 _CALL = re.compile(r'(?<=^llm = )LLM\("(?:[^"\\]|\\.)*"(?:, revision="[^"]*")?', re.MULTILINE)
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
-# Value of the row "rounded by" for weights that are not rounded to nearest.
-ROUNDED_BY_GPTQ = "GPTQ"
 # Bytes of metadata. Models with results of many benchmarks have a few hundred kilobytes.
 _MAX_METADATA = 1 << 20
 # Nesting of YAML, and characters of a number or date. What has more is an attack on readers of the card.
@@ -119,34 +117,6 @@ def source_commit(card: str, repo: str) -> str | None:
     row = rf"^\| (?:{QUANTIZED_FROM}|{WEIGHTS_OF}) \| {link}([\w.-]+)\) at "
     found = re.search(row, _own_part(card), re.ASCII | re.MULTILINE)
     return found and found[1]
-
-
-def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
-    """Return what was done to the weights of an output, by its journal; by its card if it has none, as on the Hub.
-
-    Args:
-        checkpoint: the opened output, or any other checkpoint.
-
-    Raises:
-        SourceError: the card cannot be read.
-        OutputError: the journal cannot be read, or is not a journal.
-    """
-    journal = read_journal(checkpoint.root)
-    facts = None if journal is None else facts_in(journal)
-    if facts is not None:
-        return facts
-    return card_facts(card_of(checkpoint))
-
-
-def card_facts(card: str) -> WeightFacts:
-    """Return what a model card of openquant says of the weights; nothing if others wrote it.
-
-    Args:
-        card: the text of README.md.
-    """
-    lines = _own_part(card).splitlines()
-    gptq = any(line.startswith(f"| rounded by | {ROUNDED_BY_GPTQ}, ") for line in lines)
-    return WeightFacts(gptq=gptq, smoothed=any(line.startswith("| folded |") for line in lines))
 
 
 def _own_part(card: str) -> str:

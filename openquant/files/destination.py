@@ -372,11 +372,13 @@ class Provenance(NamedTuple):
         recipe: options of the run; None if they are not recorded.
         frontier: sizes and KL divergences that `--fit` chose from, for the card and the page; None without it.
         copy: patterns of files that the user named (`--copy`).
+        smoothing: the scale of each smooth_layer, a letter for each channel; empty without smoothing.
     """
 
     recipe: Mapping[str, Any] | None = None
     frontier: Mapping[str, Any] | None = None
     copy: Sequence[str] = ()
+    smoothing: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
@@ -440,18 +442,23 @@ def _is_journal(journal: Any) -> bool:
             and isinstance(journal.get("recipe", {}), dict)
             and all(isinstance(name, str) for name in journal["files"])
             and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
-            and _has_facts(journal.get("weights"))
+            and WeightFacts(**journal["weights"]) is not None
         )
     except (TypeError, KeyError):
         return False
 
 
-def facts_in(journal: Mapping[str, Any]) -> WeightFacts | None:
-    """Return what a journal records about weights; None if an earlier version wrote it, which recorded nothing."""
-    facts = journal.get("weights")
-    if facts is None:
-        return None
-    return WeightFacts(**facts)
+def stated_facts(directory: Path) -> WeightFacts:
+    """Return what was done to the weights of an output, by its journal; nothing is known of any other directory.
+
+    Args:
+        directory: the directory of a checkpoint.
+
+    Raises:
+        OutputError: the journal cannot be read, or is not a journal.
+    """
+    journal = read_journal(directory) or {}
+    return WeightFacts(**journal.get("weights", {}))
 
 
 def list_output(directory: Path) -> dict[str, os.stat_result]:
@@ -508,19 +515,6 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
             f"{directory} {problem}", "run the command that made it again; with --push-only nothing is left to push"
         )
     return journal["digest"], set(journal["files"])
-
-
-def _has_facts(facts: object) -> bool:
-    """Return whether a journal's "weights" are WeightFacts, or None."""
-    if not isinstance(facts, dict):
-        return facts is None
-    scales = facts.get("static_scales")
-    return (
-        facts.keys() == WeightFacts._field_defaults.keys()
-        and all(type(fact) is bool for name, fact in facts.items() if name != "static_scales")
-        and isinstance(scales, dict)
-        and all(type(scale) is float for scale in scales.values())
-    )
 
 
 def short_name(name: str) -> str:

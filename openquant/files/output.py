@@ -98,6 +98,8 @@ class OutputContents:
             record["recipe"] = self.provenance.recipe
         if self.provenance.copy:
             record["copy"] = list(self.provenance.copy)
+        if self.provenance.smoothing:
+            record["smoothing"] = self.provenance.smoothing
         return (json.dumps(record, indent=1) + "\n").encode()
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from ..calibration.smoothing import repeat_smoothing
 from ..errors import PlanError, SourceError, UsageError
 from ..files.cards import find_evaluation
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
-from ..files.destination import WeightFacts, facts_in, read_journal
+from ..files.destination import WeightFacts, read_journal
 from ..files.model_files import damaged_json, open_regular
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format
@@ -45,7 +46,7 @@ from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
 from . import checks
-from .contents import Progress, TensorFindings, TensorTask, read_contents, recognize_smoothing
+from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
@@ -94,7 +95,6 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         notes = ("nothing else was checked",)
         return replace(report, problems=(error.message,), notes=notes, seconds=_since(start))
 
-    facts = facts_in(journal)
     journal_files = set(journal.get("files", ()))
     requested = None
     if options.architecture is not None:
@@ -104,9 +104,16 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         # The generic entry says nothing of engines.
         model = None
 
-    headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
+    headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=bool(journal))
     verification = _Verification(
-        headers, findings, journal_files, origin, options.full, facts or WeightFacts(), requested
+        headers,
+        findings,
+        journal_files,
+        origin,
+        options.full,
+        WeightFacts(**journal.get("weights", {})),
+        requested,
+        journal.get("smoothing", {}),
     )
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
 
@@ -173,6 +180,7 @@ class _Verification:
         files: names of the files that the run wrote; empty if not known.
         origin: the source as it is; None without one.
         architecture: the entry that --architecture names; None for that of the class.
+        smoothing: the scales of an output of ours that is smoothed, as its journal has them.
         source: the source as if its quantized weights were bfloat16.
         decoded: these weights, by tensor name.
         originals: the source's weights by module.
@@ -185,12 +193,12 @@ class _Verification:
     full: bool
     facts: WeightFacts
     architecture: Architecture | None
+    smoothing: Mapping[str, str]
 
     source: Checkpoint | None = None
     decoded: dict[str, Weight] = field(default_factory=dict)
     originals: dict[str, Weight] = field(default_factory=dict)
     plan: Plan | None = None
-    transforms: WeightTransforms = field(default_factory=WeightTransforms)
     equal_files: int = 0
     contents: TensorFindings = field(default_factory=TensorFindings)
 
@@ -363,9 +371,8 @@ class _Verification:
             choice = self._choice_of_output(options)
             self.plan = make_plan(origin, scheme, options, architecture=entry, choice=choice)
 
-            if self.as_engines_load:
-                self._recognize_smoothing(self.plan)
-                options = replace(options, transforms=self.transforms)
+            if self.smoothing:
+                options = replace(options, transforms=self._repeat_smoothing(self.plan))
                 self.plan = make_plan(origin, scheme, options, architecture=entry, choice=choice)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
@@ -373,20 +380,14 @@ class _Verification:
 
         self.originals.update(self.plan.layers)
 
-    def _recognize_smoothing(self, plan: Plan) -> None:
-        """Set `transforms` to the smoothing of the output."""
-        try:
-            transforms, problems = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
-        except SourceError as error:
-            self.problems.append(error.message)
-            return
-        self.problems += problems
-        self.transforms = transforms
-        if transforms.weights:
-            self.notes.append(
-                f"inputs of layers are smoothed: {len(transforms.tensors)} norms and biases and "
-                f"{len(transforms.weights)} matrices were compared with the smoothed source"
-            )
+    def _repeat_smoothing(self, plan: Plan) -> WeightTransforms:
+        """Smooth the source as the run did that made the output."""
+        transforms = repeat_smoothing(self.smoothing, plan)
+        self.notes.append(
+            f"inputs of layers are smoothed: {len(transforms.tensors)} norms and biases and "
+            f"{len(transforms.weights)} matrices were compared with the smoothed source"
+        )
+        return transforms
 
     def _choice_of_output(self, options: PlanOptions) -> DirectoryChoice:
         """Which modules, or name templates, are unquantized, and which are stored in another scheme than most."""

@@ -14,8 +14,6 @@ import torch
 
 from conftest import EXAMPLE
 from openquant import compress, verify
-from openquant.files.cards import stated_facts
-from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 from support.rows import for_each
 
@@ -131,7 +129,5 @@ def test_a_card_turns_nothing_off(tmp_path: Path) -> None:
         for kept in (True, False):
             if not kept:
                 (out / ".openquant.json").unlink()
-            # eval and dequantize believe the card of an output that came without its journal.
-            assert stated_facts(open_checkpoint(out)).gptq == (not kept)
             [problem] = verify(out, source, full=True).problems
             assert f": {UP}.weight_packed " in problem
