@@ -46,8 +46,6 @@ _EVALUATION = re.compile(
     r"```\n(?:openquant verify [^\n]*\n)?openquant eval [^\n]*\n```\n(?:\n|\Z)",
     re.MULTILINE,
 )
-# Its commands, up to the repository.
-_CHECKS = re.compile(r"^(openquant (?:verify|eval)) \S+ ", re.MULTILINE)
 # The first commands in that part, and the command that starts each engine.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
 # The option of each engine for the longest sequence.
@@ -163,27 +161,6 @@ def with_evaluation(card: str, evaluation: str) -> str:
     if end < len(card):
         own += "\n"
     return card[:start] + own + card[end:]
-
-
-def evaluation_in(card: str) -> str | None:
-    """Return the part of a card that with_evaluation() wrote; None if there is none.
-
-    Args:
-        card: the text of README.md.
-    """
-    start, end = _own_span(card) or (0, len(card))
-    found = _EVALUATION.search(card[start:end])
-    return found and f"{found[0].rstrip()}\n"
-
-
-def with_repository(figures: str, name: str) -> str:
-    """Replace the repository in the commands of a card's figures.
-
-    Args:
-        figures: the part of the card that with_evaluation() wrote.
-        name: "org/name", or "org/name@refs/pr/1" in an open pull request.
-    """
-    return _CHECKS.sub(lambda match: f"{match[1]} {shell_word(name)} ", figures)
 
 
 # Scalars that YAML reads as null.

@@ -19,7 +19,6 @@ import json
 import queue
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files import model_files
-from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
+from ..files.cards import base_models, published_card
 from ..files.destination import PUSHED, WORK, output_errors
 from ..options import Push
 from ..threads import FirstFailure
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 # With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
-# The most bytes that are read of a card in a repository.
-MAX_CARD = 16 << 20
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Characters that the title of a pull request may have.
@@ -109,12 +106,11 @@ class Publisher:
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> list[str] | None:
+    def prepare(self, card: bytes, creates: bool = True) -> list[str] | None:
         """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
             card: the output's README.md.
-            downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
             creates: False to change nothing on the Hub. Of a repository that is missing, permissions are not checked.
 
         Returns:
@@ -153,7 +149,7 @@ class Publisher:
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    protect_source(repository, base_models(text), downloaded)
+                    protect_source(repository, base_models(text))
                     protect_unquantized(repository, self.shards, self._is_ours)
         return None if repository is None else [file.rfilename for file in repository.siblings or ()]
 
@@ -314,12 +310,8 @@ class Publisher:
         def try_commit() -> str:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
             missing = self._missing_shards(revision)
-            earlier, figures = self._earlier_evaluation(others, revision)
-            is_stale = bool(missing) or model_files.EVAL_FILE in others
-            kept = None if is_stale else figures
-
-            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision, kept)) for name in others]
-            operations += [CommitOperationDelete(name) for name in earlier] if is_stale else []
+            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
+            operations += map(CommitOperationDelete, self._outdated_evaluation(others, missing, revision))
             operations += [self._shard_operation(name) for name in missing]
             return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
@@ -335,45 +327,17 @@ class Publisher:
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
-    def _earlier_evaluation(self, others: Sequence[str], revision: str | None) -> tuple[list[str], str | None]:
-        """Files of an evaluation that an earlier push of a model left in a revision, and its part of the card there.
-
-        With other weights they are deleted: they would stand beside a model that they do not measure. With the same
-        weights the card keeps its figures.
-        """
+    def _outdated_evaluation(self, others: Sequence[str], missing: list[str], revision: str | None) -> list[str]:
+        """Files that an earlier evaluation left in a revision, and that do not measure what is committed now."""
         from huggingface_hub import HfApi
 
-        if not self.shards:
-            return [], None
+        if not self.shards or not (missing or model_files.EVAL_FILE in others):
+            return []
+        names = [name for name in model_files.EVALUATION_FILES if name not in others]
+        return sorted(entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision))
 
-        names = [model_files.CARD_FILE, *(name for name in model_files.EVALUATION_FILES if name not in others)]
-        present = {entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)}
-        earlier = sorted(present - {model_files.CARD_FILE})
-        if not earlier or model_files.CARD_FILE not in present:
-            return [], None
-
-        # Files of these names in a repository without our figures are somebody else's.
-        figures = evaluation_in(self._published_card(revision))
-        if not figures:
-            return [], None
-        return earlier, figures
-
-    def _published_card(self, revision: str | None) -> str:
-        """The card that a revision has; "" if it is too large for one."""
-        from huggingface_hub import hf_hub_download
-
-        def read() -> bytes:
-            with tempfile.TemporaryDirectory() as folder:
-                path = hf_hub_download(self.repo, model_files.CARD_FILE, revision=revision, local_dir=folder)
-                return model_files.read_small(Path(path), model_files.CARD_FILE, MAX_CARD)
-
-        try:
-            return with_retries(read).decode("utf-8", "replace")
-        except SourceError:
-            return ""
-
-    def _content(self, name: str, revision: str | None, figures: str | None) -> str | bytes:
-        """The path of a file to commit, or the contents of the model card with figures that it had before."""
+    def _content(self, name: str, revision: str | None) -> str | bytes:
+        """The path of a file to commit, or the contents of the model card."""
         path = self.directory / name
         if name != model_files.CARD_FILE:
             return str(path)
@@ -390,8 +354,6 @@ class Publisher:
         named = "@".join(filter(None, [self.repo, branch]))
         if self.shards:
             text = published_card(text, self.repo, revision)
-        if figures:
-            text = with_evaluation(text, with_repository(figures, named))
         if self.complete:
             text = self.complete(text, named)
         return text.encode()
@@ -687,48 +649,20 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         )
 
 
-def protect_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
+def protect_source(repository: ModelInfo, names: Iterable[str]) -> None:
     """Refuse a push that would replace the source of the model.
 
     Args:
         repository: the Hub's information on the repository to push to.
         names: the model's base models as its card lists them, such as "org/name".
-        downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
 
     Raises:
         PushError: the repository is the source.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    is_source = any(_present_name(name) == repository.id.lower() for name in names)
-    if downloaded is not None and not is_source:
-        try:
-            with_retries(lambda: HfApi().model_info(repository.id, revision=downloaded))
-            is_source = True
-        except HfHubHTTPError as error:
-            if status_of(error) not in (400, 404):
-                raise
-    if is_source:
+    if repository.id.lower() in map(str.lower, names):
         raise PushError(
             f"{repository.id} is what the model is made from, and would be replaced by it", OTHER_REPOSITORY_HINT
         )
-
-
-def _present_name(name: str) -> str:
-    """The current name of a repository, in lower case; the given name if the user cannot see the repository."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        repository = find_repository(name)
-    except HFValidationError:
-        repository = None
-    except HfHubHTTPError as error:
-        # It is gated or disabled, so it is not the repository to push to, which the user can read.
-        if status_of(error) not in (401, 403, 404):
-            raise
-        repository = None
-    return (repository.id if repository else name).lower()
 
 
 def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:

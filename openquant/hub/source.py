@@ -48,7 +48,6 @@ from .error_mapping import Unreachable, is_offline, is_transient, source_errors,
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 # Seconds between tries, in addition to the retries of huggingface_hub. Fewer for the first request, whose repository
 # may not exist.
@@ -196,20 +195,6 @@ class Source:
             return {}
         with readable():
             return {name: model_files.file_sha256(self.root / name, name) for name in checkpoint.files}
-
-    def downloaded_commit(self) -> str | None:
-        """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
-
-        The record does not name the repository.
-        """
-        record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
-        try:
-            commit = model_files.read_small(record, record.name).split(b"\n", 1)[0].decode()
-        except (OSError, SourceError, ValueError):
-            return None
-        if not _COMMIT.fullmatch(commit):
-            return None
-        return commit
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:

@@ -165,17 +165,6 @@ def test_shards_are_uploaded_while_others_are_fetched_and_converted(site: Site) 
     assert waited == [True]
 
 
-def download(site: Site, repo: str, to: Path) -> dict[str, bytes]:
-    """What the client fetches of a repository into a directory, where it records the commit."""
-    from huggingface_hub import HfApi, close_session, constants
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        HfApi(endpoint=site.hub.endpoint, token=TOKEN).snapshot_download(repo, local_dir=to)
-        close_session()
-    return {name: data for name, data in tree(to).items() if not name.startswith((".cache", ".git"))}
-
-
 def test_a_pull_request(site: Site, in_request: dict[str, bytes]) -> None:
     found = json.loads(site.works(*site.push("--create-pr", "--json")).stdout)
     assert site.held() == {}
@@ -236,23 +225,12 @@ def evaluated(site: Site) -> Path:
     return site.root / "later" / "figures.json"
 
 
-def test_a_push_keeps_the_figures_of_the_same_weights_alone(site: Site, evaluated: Path) -> None:
+def test_other_weights_remove_an_evaluation(site: Site, evaluated: Path) -> None:
     site.works("push", evaluated, "name")
-    before = site.held()
-    assert b"## Measured against the source" in before["README.md"]
-    for more in ONLY.values():
-        site.works(*site.push(*more))
-        assert site.held() == before
-        shutil.rmtree(site.out)
-
+    assert b"## Measured against the source" in site.held()["README.md"]
     site.works(*site.push("--scheme", "channel"))
     shown = site.held()
     assert not {"eval.json", "eval.png"} & {*shown} and b"Measured against" not in shown["README.md"]
-
-    # Files of these names without openquant's figures in the card are somebody else's.
-    site.hub.commit("user/name", "main", "by hand", {"eval.json": site.hub.store(b"mine")}, [])
-    site.works(*site.push("--overwrite"))
-    assert site.held()["eval.json"] == b"mine"
 
 
 def test_an_evaluation_is_added_to_a_published_model(site: Site, evaluated: Path, subtests: pytest.Subtests) -> None:
@@ -311,14 +289,6 @@ def test_an_evaluation_is_added_to_an_open_pull_request(site: Site, evaluated: P
     ):
         error, *_ = site.refused("push", evaluated, name, *more)
         assert error.startswith(f"error: {says}"), error
-
-    # Merged, the card names the pull request no more after the next push.
-    merged = {name: site.hub.store(data) for name, data in shown.items()}
-    site.hub.commit("user/name", "main", "merged", merged, [])
-    assert b"eval user/name@refs/pr/1 " in site.held()["README.md"]
-    site.works("push", site.out, "name")
-    card = site.held()["README.md"]
-    assert b"eval user/name --source" in card and b"refs/pr" not in card
 
 
 def test_an_evaluation_that_cannot_be_added(site: Site, evaluated: Path, subtests: pytest.Subtests) -> None:
@@ -725,13 +695,13 @@ INSIST = "hint: push to another repository, open a pull request with --create-pr
 
 def test_the_source_s_own_repository_is_not_replaced(site: Site, subtests: pytest.Subtests) -> None:
     site.publish(site.source)
-    site.hub.renamed |= {"user/before": "user/name", "User/Name": "user/name"}
+    site.hub.renamed |= {"User/Name": "user/name"}
     command = ["compress", "-o", site.out]
-    for source, target in (("user/name", "user/name"), ("User/Name", "user/name"), ("user/name", "user/before")):
+    for source, target in (("user/name", "user/name"), ("User/Name", "user/name")):
         with subtests.test(source=source, target=target):
             assert site.refused(*command, "-m", source, "--push-to-hub", target) == [IS_SOURCE, INSIST]
             assert not site.out.exists()
-    site.works("compress", "-o", site.root / "1", "-m", "user/before", "--push-to-hub", "user/before", "--create-pr")
+    site.works("compress", "-o", site.root / "1", "-m", "user/name", "--push-to-hub", "user/name", "--create-pr")
     assert len(site.hub.commits("user/name")) == 2
     assert len(site.hub.commits("user/name", "refs/pr/1")) == 3
 
@@ -750,30 +720,9 @@ def test_push_of_a_directory_does_not_replace_what_its_card_names(site: Site) ->
     compress(site.source, site.root / "fp8")
     site.publish(site.root / "fp8")
     site.works("dequantize", "user/name", "-o", site.out)
-    site.hub.renamed["user/after"] = "user/name"
-    for name in ("name", "user/after"):
-        assert site.refused("push", site.out, name) == [IS_SOURCE, INSIST]
+    assert site.refused("push", site.out, "name") == [IS_SOURCE, INSIST]
     site.works("push", site.out, "user/other")
     assert site.held("user/other").keys() == published(tree(site.out)).keys() - {".gitattributes"}
-
-    # Neither is what a folder was downloaded from replaced, which has moved on since; its commit is recorded there.
-    download(site, "user/name", site.root / "copy")
-    site.hub.commit("user/name", "main", "later", {}, deleted=[])
-    command = ["dequantize", site.root / "copy", "-o", site.root / "plain", "--push-to-hub"]
-    assert site.refused(*command, "user/name") == [IS_SOURCE, INSIST]
-    # Another repository does not know that commit.
-    site.works(*command, "user/third")
-
-
-def test_a_base_model_that_the_user_cannot_see_is_another_repository(site: Site, tmp_path: Path) -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = shutil.copytree(site.source, tmp_path / "models--org--base" / "snapshots" / commit)
-    for number, answer in enumerate(((403, "GatedRepo"), (401, ""))):
-        name = f"user/name{number}"
-        site.hub.create(name, private=False)
-        site.hub.refuse["org/base"] = answer
-        site.works("compress", "-m", snapshot, "-o", site.out, "--push-to-hub", name)
-        assert b"base_model: org/base\n" in site.held(name)["README.md"], answer
 
 
 def test_unquantized_weights_are_not_replaced(site: Site) -> None:
