@@ -135,8 +135,6 @@ class Destination:
                 raise UsageError(f"{self.title} is {what}", hint)
             if real in path.parents:
                 raise UsageError(f"{self.title} lies in {what}", hint)
-            if path in real.parents:
-                raise UsageError(f"{self.title} holds {what}", hint)
 
     def _refuse_content(self) -> None:
         """Refuse to replace a file that is neither empty nor of this kind."""
@@ -392,9 +390,7 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            hint = "raise the limit of file sizes (ulimit -f), and run the same command again: finished shards are kept"
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space, or choose another disk with -o or --scratch, and run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "check the permissions, or choose another directory with -o or --scratch"

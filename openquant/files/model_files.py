@@ -2,8 +2,8 @@
 
 belonging(["vocab.txt", "train.py", ".env"], read)    # {"vocab.txt"}: not texts, keys, logs, scripts beside it
 
-Anybody may have put anything into a directory: a pipe, a link to an endless device, a gigabyte, deeply nested JSON.
-What is read here is bounded in size and depth, and comes from a regular file.
+Anybody may have put anything into a directory: a pipe, a link to an endless device, a gigabyte. What is read here is
+bounded in size, and comes from a regular file.
 """
 
 from __future__ import annotations
@@ -266,10 +266,6 @@ def _parse(data: bytes) -> Any:
 # Largest sizes in bytes: of a config, card or journal, and of an index, which lists every tensor.
 MAX_SMALL = 16 << 20
 MAX_INDEX = 100_000_000
-# Nesting of JSON. Published configs have 5 levels; a thousand would parse, but overflow the stack later.
-MAX_DEPTH = 64
-# Values in a JSON text: four for each tensor that an index may list. More take seconds and gigabytes.
-MAX_VALUES = 4_000_000
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
 # Characters of foreign text that a message shows.
@@ -397,18 +393,9 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
     with open_regular(path, what) as file:
-        # In pieces, because a file may grow or claim a size of zero, and Python allocates all that is asked for.
-        parts = []
-        left = limit + 1
-        if os.fstat(file.fileno()).st_size > limit:
-            left = 0
+        data = file.read(limit + 1)
 
-        while left and (part := file.read(min(left, 1 << 20))):
-            parts.append(part)
-            left -= len(part)
-        data = b"".join(parts)
-
-    if left == 0:
+    if len(data) > limit:
         raise SourceError(f"{what} is larger than {limit:,} bytes", _DAMAGED)
     refuse_pointer(data, what)
     return data
@@ -425,35 +412,17 @@ def parse_json(data: bytes, what: str) -> Any:
         The parsed value: dict, list, str, int, float, bool or None.
 
     Raises:
-        SourceError: it is not JSON, nested deeper than MAX_DEPTH, or has more than about MAX_VALUES values.
+        SourceError: it is not JSON.
     """
     if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise SourceError(
             f"{what} begins with a byte-order mark, which engines do not read", "save it again as UTF-8 without a mark"
         )
 
-    if data.count(b",") > MAX_VALUES:
-        raise SourceError(f"{what} holds more than {MAX_VALUES:,} values", _DAMAGED)
     try:
-        value = json.loads(data.decode())
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{what} is not valid JSON: {error}", _DAMAGED) from None
-
-    level = [value]
-    depth = 0
-    while level := [inner for outer in level for inner in _contents(outer) if isinstance(inner, (dict, list))]:
-        depth += 1
-        if depth >= MAX_DEPTH:
-            raise SourceError(f"{what} is nested more than {MAX_DEPTH} levels deep", _DAMAGED)
-    return value
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, list):
-        return value
-    return ()
 
 
 def short_repr(value: object) -> str:

@@ -230,7 +230,7 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
         elif not checkpoint.indexed:
             yield f"{name} lies beside {SINGLE_FILE}, and there is no index: engines load both"
         else:
-            yield f"{checkpoint.with_cost(name)} holds weights that {INDEX_FILE} does not name"
+            yield f"{name} holds weights that {INDEX_FILE} does not name"
 
 
 def extra_files(
