@@ -283,12 +283,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-# A key changes what the model computes if its name matches _COMPUTED and not _NOT_COMPUTED.
-_COMPUTED = re.compile(
-    "size|dim|rank|head|layer|block|group|rope|rotary|theta|factor|norm|eps|act|vocab|token|embd|embed|dtype|bias|window|"
-    "attn|attention|mlp|moe|expert|rout|top|gate|scal|multiplier|cap|clip|limit|position|tie|kv|qk|conv|ssm|mamba|state|"
-    "kernel|step|stride|patch|image|channel|architectures|type|num|mask|alpha|beta|lambda|logit|^[nd]_"
-)
+# Keys of a config that say nothing of what the model computes.
 _NOT_COMPUTED = re.compile(
     "dropout|drop$|init|cache|loss|coef|jitter|version|^_|revision|implementation|label|checkpoint|problem_type|"
     # Settings of generation, which generation_config.json also has.
@@ -351,7 +346,7 @@ def config_differences(actual: Any, expected: Any, path: tuple[str, ...] = ()) -
 
 
 def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[Difference, bool]]:
-    """Find where two configs differ, and judge by the keys whether the model computes something else.
+    """Find where two configs differ as transformers reads them, and whether the model computes something else.
 
     Args:
         actual: config.json of the output, parsed.
@@ -359,95 +354,27 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
 
     Yields:
         A difference (the path of keys, the output's value, the source's value), and whether it changes what the model
-        computes.
+        computes. A key that only one of them has is none that the class of transformers knows.
     """
-    actual = _normalize(actual)
-    expected = _normalize(expected)
-    for difference in config_differences(actual, expected):
-        actual_section = actual
-        expected_section = expected
-        for key in difference.path[:-1]:
-            actual_section = actual_section[key]
-            expected_section = expected_section[key]
-        yield difference, _changes_model(difference, actual_section, expected_section)
+    actual_read = _as_read(actual)
+    expected_read = _as_read(expected)
+    if actual_read is None or expected_read is None:
+        actual_read = dict(actual)
+        expected_read = dict(expected)
+    for difference in config_differences(actual_read, expected_read):
+        is_in_both = MissingValue not in (difference.actual, difference.expected)
+        yield difference, is_in_both and not _NOT_COMPUTED.search(difference.path[-1])
 
 
-def _changes_model(
-    difference: Difference, actual_section: Mapping[str, Any], expected_section: Mapping[str, Any]
-) -> bool:
-    """Whether a difference of two normalized configs, in these sections, makes the model compute something else."""
-    key = difference.path[-1]
-    value = difference.actual
+def _as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config with all defaults, and in the spelling of the installed transformers; None for other architectures."""
+    from transformers import CONFIG_MAPPING
 
-    rope = "rope_parameters" in difference.path
-    if not rope and (_NOT_COMPUTED.search(key) or not _COMPUTED.search(key)):
-        return False
-
-    if value is MissingValue:
-        # A tool may have renamed the key. Whether the head is tied shows in the tensors.
-        added = [other for name, other in actual_section.items() if name not in expected_section]
-        return difference.expected is not None and difference.expected not in added and key != _TIED
-
-    if difference.expected is not MissingValue:
-        return True
-
-    # The output alone has the key: tools write out defaults, so only RoPE and sizes of heads count.
-    heads = actual_section.get("num_attention_heads")
-    size = actual_section.get("hidden_size")
-    if key == "head_dim":
-        return value is not None and not (isinstance(heads, int) and heads and size == value * heads)
-    if key == "num_key_value_heads":
-        return value is not None and value != heads
-
-    return rope and value not in _PLAIN_ROPE and "vision_config" not in difference.path
-
-
-_TIED = "tie_word_embeddings"
-# Values of rope_parameters that mean ordinary RoPE.
-_PLAIN_ROPE = (None, "default", 1.0, {"rope_type": "default"})
-
-
-def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in the spelling of transformers 5, which has dtype and rope_parameters."""
-    normalized = dict(config)
-    for key, value in config.items():
-        if isinstance(value, dict) and "rope" not in key:
-            normalized[key] = _normalize(value)
-
-    if "torch_dtype" in normalized:
-        normalized.setdefault("dtype", normalized.pop("torch_dtype"))
-
-    sections: list[Any] = [normalized.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    top_level: dict[str, Any] = {
-        key: normalized[key] for key in ("rope_theta", "partial_rotary_factor") if key in normalized
-    }
-
-    if not all(isinstance(section, dict) for section in sections) or not (top_level or any(sections)):
-        return normalized
-
-    scaling, parameters = sections
-    for key in ("rope_scaling", *top_level):
-        normalized.pop(key, None)
-
-    if not parameters or not all(isinstance(value, dict) for value in parameters.values()):
-        parameters = _rope({**top_level, **scaling, **parameters})
-        if isinstance(normalized.get("rope_local_base_freq"), (int, float)):
-            sliding = _rope({"rope_theta": normalized.pop("rope_local_base_freq")})
-            parameters = {"full_attention": parameters, "sliding_attention": sliding}
-
-    by_layer_type = list(parameters.values())
-    # Parameters for each type of layer that are all equal are the same as parameters for the model.
-    if isinstance(by_layer_type[0], dict) and all(value == by_layer_type[0] for value in by_layer_type):
-        parameters = by_layer_type[0]
-    normalized["rope_parameters"] = parameters
-
-    return normalized
-
-
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """RoPE parameters in the spelling of transformers 5."""
-    rope_type = parameters.pop("type", None)
-    return {"rope_type": rope_type or "default", **parameters}
+    try:
+        read: dict[str, Any] = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
+    except Exception:
+        return None
+    return read
 
 
 def missing_keys(config: Mapping[str, Any], required: Mapping[str, str]) -> list[str]:

@@ -571,19 +571,6 @@ class _Verification:
 
     def _add_contents_notes(self, gptq_rounded: int) -> None:
         """Say how the contents were compared."""
-        if self.facts.keeps_codes and self.full and self.decoded:
-            self.notes.append("codes and scales were compared with those of the source, which the output keeps")
-        elif self.facts.keeps_codes and self.full:
-            self.notes.append(
-                "the output keeps the codes and scales of another checkpoint, and this source has none: errors were "
-                "measured, with the limits of GPTQ"
-            )
-        elif self.codes and self.ours and self.full and not self.recomputes:
-            self.notes.append(
-                "codes and scales were not recomputed, since the source was already quantized: errors were compared "
-                "with the rounding bound"
-            )
-
         if self.contents.compensated:
             self.notes.append(
                 "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were "
