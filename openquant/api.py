@@ -292,7 +292,7 @@ def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     if run.push is not None:
         shards = [shard.name for shard in plan.layout.shards] if plan else []
         publisher = Publisher(run.push, Path(), "", shards)
-        ranks.first_does(publisher.require_writable)
+        ranks.first_does(lambda: publisher.prepare(b"", creates=False))
 
 
 def _report_plan(job: Job, texts: CalibrationTexts) -> DiskSpace:
@@ -377,7 +377,7 @@ def _preview_push(job: Job, publisher: Publisher) -> str:
     """
     if job.plan.lacks:
         # Neither the card nor what tells the uploads of this plan from others is final.
-        publisher.require_writable()
+        publisher.prepare(b"", creates=False)
         return f"the run pushes to {publisher.repo}: {_commit_to(publisher)}"
 
     job.source.fetch_files([CARD_FILE])

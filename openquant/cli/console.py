@@ -70,12 +70,7 @@ class Interrupts:
 
 
 def mend_streams() -> None:
-    """Open standard streams that were closed at the start, and escape characters that a stream cannot encode."""
-    for name, way, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
-        # A stream that was closed at the start is None. No file that is opened later may get its number.
-        if getattr(sys, name) is None:
-            # Printing to such a stdout fails, as in other programs.
-            setattr(sys, name, os.fdopen(os.open(os.devnull, way), mode))
+    """Escape characters that a standard stream cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

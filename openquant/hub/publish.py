@@ -110,8 +110,8 @@ class Publisher:
         """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
-            card: the output's README.md.
-            creates: False to change nothing on the Hub. Of a repository that is missing, permissions are not checked.
+            card: the output's README.md; empty while it is not known.
+            creates: False to change nothing on the Hub, before hours of work.
 
         Returns:
             The names of the repository's files; None if there was none.
@@ -125,13 +125,15 @@ class Publisher:
         text = card.decode("utf-8", "replace")
         repository = self.find()
         with push_errors(self.repo):
-            require_valid_card(self.repo, published_card(text, self.repo, None))
+            if card:
+                require_valid_card(self.repo, published_card(text, self.repo, None))
             if repository is not None and self.push.private and repository.private is False:
                 raise PushError(
                     f"{self.repo} exists and is public, so what --private asks for is not the case",
                     "make it private in its settings on the Hub, or leave --private out",
                 )
             if repository is None and not creates:
+                require_namespace(self.repo)
                 return None
             if repository is None:
                 self._create()
@@ -152,23 +154,6 @@ class Publisher:
                     protect_source(repository, base_models(text))
                     protect_unquantized(repository, self.shards, self._is_ours)
         return None if repository is None else [file.rfilename for file in repository.siblings or ()]
-
-    def require_writable(self) -> None:
-        """Check the token and its permissions, before hours of work. Nothing is changed on the Hub.
-
-        Raises:
-            PushError: the user is not logged in, may not write there, may not create the repository, or it holds
-                weights that would stay beside the shards.
-            UsageError: the repository's name is not valid.
-        """
-        repository = self.find()
-        with push_errors(self.repo):
-            if repository is None:
-                require_namespace(self.repo)
-            else:
-                require_permission(self.repo, write=not self.push.create_pr)
-                if self.shards:
-                    refuse_foreign_weights(repository, self.shards)
 
     def find(self) -> ModelInfo | None:
         """Look for the repository; `repo` is then its current full name.

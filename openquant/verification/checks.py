@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError, UsageError
-from ..files.checkpoint import Checkpoint, open_checkpoint, read_json, readable
+from ..files.checkpoint import Checkpoint, open_checkpoint, readable
 from ..files.model_files import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, is_shard
 from ..formats.numbers import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import (
@@ -95,7 +94,6 @@ def check_headers(
     if as_loaded:
         check_head(headers, findings)
 
-    check_index(checkpoint, findings)
     check_files(checkpoint, files, findings)
 
     return headers, findings
@@ -198,12 +196,6 @@ def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
 # Files that other verbs of openquant write into a directory.
 _OURS = (JOURNAL_FILE, INDEX_FILE, *EVALUATION_FILES)
 
-# Files that engines read beside config.json and the weights.
-_SERVED = (
-    "chat_template*", "additional_chat_templates/*", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "*.model", "*.tiktoken", "tekken.json", "generation_config.json",
-    "*processor_config.json", "params.json", "adapter_*", "hf_quant_config.json", "modules.json", "*.py",
-)  # fmt: skip
 # transformers loads it with the model (models/auto/auto_factory.py:290-320).
 _ADAPTER = "adapter_config.json"
 # modelopt's quantization config (vLLM transformers_utils/config.py:888-899).
@@ -233,9 +225,7 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{name} holds weights that {INDEX_FILE} does not name"
 
 
-def extra_files(
-    checkpoint: Checkpoint, expected: Set[str] | None, where: str, strict: bool
-) -> tuple[list[str], list[str]]:
+def extra_files(checkpoint: Checkpoint, expected: Set[str] | None, where: str) -> tuple[list[str], list[str]]:
     """Find unexpected files other than weights.
 
     Args:
@@ -243,10 +233,9 @@ def extra_files(
         expected: paths, relative to the directory, of the files that may be there; None if not known, and then only an
             adapter and a second quantization config are unexpected.
         where: why other files are unexpected, such as "not in the source".
-        strict: whether every file that engines read is a problem; if not, only an adapter is.
 
     Returns:
-        Problems, one line for each file that changes what is served. Notes, one line for all other files, or none.
+        Problems, one line for an adapter. Notes, one line for all other files, or none.
     """
     others_left_out = (
         name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors")
@@ -267,8 +256,6 @@ def extra_files(
             continue
         if name == _ADAPTER:
             problems.append(f"{name} is there: transformers loads the adapter with the model")
-        elif strict and _matches(name, _SERVED):
-            problems.append(f"{name} changes what is served, and is {where}")
         elif name == _MODELOPT_CONFIG:
             others.append(f"{name} (engines read it only where config.json says nothing of quantization)")
         else:
@@ -277,10 +264,6 @@ def extra_files(
     if not others:
         return problems, []
     return problems, [f"{where}: {_join_first(others, 5, ', ', ' and')}"]
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # Keys of a config that say nothing of what the model computes.
@@ -462,27 +445,6 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
         for difference in config_differences(actual, expected, ("quantization_config",)):
             findings.problems.append(f"config.json: {difference.text('openquant writes')}")
     return scheme
-
-
-def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
-    """Check that the total_size in model.safetensors.index.json is the size of all tensors in bytes.
-
-    Args:
-        checkpoint: the opened directory.
-        findings: a difference is added to its problems if openquant made the directory, else to its notes.
-
-    Raises:
-        SourceError: the index cannot be read.
-    """
-    if not checkpoint.indexed:
-        return
-    metadata = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE).get("metadata")
-    if not isinstance(metadata, dict):
-        return
-    stated = metadata.get("total_size")
-    total = sum(info.nbytes for info in checkpoint.tensors.values())
-    if stated is not None and stated != total:
-        findings.add_difference(f"{INDEX_FILE}: total_size is {stated}, the tensors take {total} bytes")
 
 
 def check_files(checkpoint: Checkpoint, files: Iterable[str], findings: Findings) -> None:

@@ -296,7 +296,7 @@ class _Verification:
             expected = {*self.source.files, "README.md", "config.json"}
             where = "not in the source"
 
-        problems, notes = checks.extra_files(self.checkpoint, expected, where, self.ours)
+        problems, notes = checks.extra_files(self.checkpoint, expected, where)
         self.problems += [*checks.extra_weights(self.checkpoint), *problems, *damaged_json(self.checkpoint.root)]
         self.notes += notes
 
@@ -634,7 +634,6 @@ class _Verification:
 
     def _check_shared_scales(self, entry: ModuleRules) -> None:
         """Check that fused layers share a scale. vLLM otherwise requantizes them at load, or uses one of the scales."""
-        different = 0
         ragged = 0
 
         for members in sorted(set(entry.fused_groups(self.headers.layers(entry)).values())):
@@ -656,8 +655,6 @@ class _Verification:
             # vLLM requantizes layers with one scale per tensor, but takes one global scale for all. An output of ours
             # has several such scales if it keeps those of the source.
             if fmt.shared and not self.recomputable:
-                # vLLM loads torchao's weights as they are (layers/quantization/torchao.py).
-                different += self.headers.quantization.method != "torchao"
                 continue
 
             index = next(index for index, scale in enumerate(scales) if scale != scales[0])
@@ -666,10 +663,6 @@ class _Verification:
                 "but engines fuse their layers under one scale"
             )
 
-        if different:
-            self.notes.append(
-                f"{different} groups of fused layers have different scales: vLLM rounds them again at load"
-            )
         if ragged:
             self.notes.append(
                 f"{ragged} groups of fused layers do not divide into blocks: {VLLM} misplaces their scales"

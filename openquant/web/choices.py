@@ -249,7 +249,7 @@ def shown(words: Sequence[str]) -> str:
     return shlex.join(["openquant", *words])
 
 
-def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) -> dict[str, Any]:
+def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) -> dict[str, str]:
     """Make what the page shows of a model. Headers are read, and no weights.
 
     Args:
@@ -258,15 +258,14 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
         fit: arguments of openquant.fit_table.
 
     Returns:
-        "html": the sections; "problem": the error of a command that would be refused, as HTML; "scheme" and "shards"
-        of the plan.
+        "html": the sections; "problem": the error of a command that would be refused, as HTML; "scheme" of the plan.
     """
     from ..api import check_request, find_space, plan_of
     from ..distributed import Ranks
     from ..fit.table import fit_table
     from ..result import Reporter
 
-    answer: dict[str, Any] = {"html": "", "problem": "", "scheme": "", "shards": 0}
+    answer: dict[str, str] = {"html": "", "problem": "", "scheme": ""}
     try:
         found = fit_table(**fit)
         answer["html"] = fit_html(found)
@@ -284,9 +283,8 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
             # A directory that the run would refuse is refused now.
             find_space(job, wanted.texts)
 
-            plan = job.plan
-            answer["html"] += plan_html(plan, str(chosen["model"]))
-            answer |= {"scheme": chosen["scheme"], "shards": len(plan.layout.shards)}
+            answer["html"] += plan_html(job.plan, str(chosen["model"]))
+            answer["scheme"] = chosen["scheme"]
     except OpenQuantError as problem:
         answer["problem"] = problem_html(problem)
 

@@ -423,14 +423,6 @@ def test_a_wrong_scale_shows_when_decoded(tmp_path: Path) -> None:
     assert report.worst[0].module == DOWN
 
 
-def test_the_index_tells_another_size(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source", shards=2)
-    out = tmp_path / "out"
-    total = compress(source, out).output_bytes
-    change_json(out / "model.safetensors.index.json", lambda index: index["metadata"].update(total_size=7))
-    assert verify(out).problems == (f"model.safetensors.index.json: total_size is 7, the tensors take {total} bytes",)
-
-
 def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> None:
     _, out = ours
     change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="static"))
@@ -481,7 +473,7 @@ def write_other(
 
     shutil.copytree(source, root)
     save_file(weights, root / ONE, {"format": "pt"})
-    change_json(root / "config.json", lambda found: found.update(quantization_config=config, transformers_version="5"))
+    change_json(root / "config.json", lambda found: found.update(quantization_config=config))
     return root
 
 
@@ -502,7 +494,7 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     assert load_file(out / ONE)["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 4)
     assert_clean(without_odd(verify(out)))
     report = without_odd(verify(out, source, full=True))
-    assert_clean(report, 'config.json: transformers_version is "5", the source has none')
+    assert_clean(report)
     assert len(report.errors) == 23
     # DeepSeek lists nothing; nor need it, where the engine builds the router without quantization.
     change_json(out / "config.json", lambda found: found["quantization_config"].pop("modules_to_not_convert"))
@@ -525,7 +517,7 @@ def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
     out = write_other(source, tmp_path / "out", by_rows(), config, kept)
     assert_clean(verify(out))
     report = verify(out, source, full=True)
-    assert_clean(report, 'config.json: transformers_version is "5", the source has none')
+    assert_clean(report)
     assert len(report.errors) == 13
     q = "language_model.model.layers.1.self_attn.q_proj"
     change_weights(out, lambda weights: weights.update({f"{q}.weight_scale": torch.ones(256)}))
@@ -558,10 +550,9 @@ def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
         return layout(weight)
 
     out = write_other(source, tmp_path / "out", make, config)
-    again = "2 groups of fused layers have different scales: vLLM rounds them again at load"
-    assert_clean(verify(out), again)
+    assert_clean(verify(out))
     report = verify(out, source, full=True)
-    assert_clean(report, 'config.json: transformers_version is "5", the source has none', again)
+    assert_clean(report)
     assert report.format == "compressed-tensors, one scale per 128x128 block and one scale per tensor"
     change_json(out / "config.json", lambda found: found["quantization_config"]["config_groups"].pop("b"))
     problems = verify(out).problems
@@ -580,13 +571,10 @@ def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> Non
             weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.ones(1)
 
     change_weights(out, change)
-    again = "4 groups of fused layers have different scales: vLLM rounds them again at load"
     assert_clean(
         verify(out, source, full=True),
-        'config.json: transformers_version is "5", the source has none',
         "not in the source: model.layers.{0..1}.self_attn.k_scale",
         "not compared, since the source has another dtype: model.norm.weight",
-        again,
     )
 
 
