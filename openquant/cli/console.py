@@ -392,8 +392,6 @@ class Progress:
         self.before = self.done
         self.stream = sys.stderr
         self.bar: Any = None
-        # Whether the time that is left was said: of passes, which take long, as soon as it can be estimated.
-        self.said = self.lines or self.unit == "bytes"
         self.start = time.monotonic()
         self.between = self.SECONDS_BETWEEN_OBJECTS if self.lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.start + self.between
@@ -413,11 +411,6 @@ class Progress:
     def advance(self, count: int) -> None:
         """Add to the units that are done, and draw or print now and then."""
         self.done += count
-        left = self._seconds_left()
-        if left is not None and not self.said:
-            self.said = True
-            self._say(f"{self.doing}: about {spoken(left)} left")
-
         if self.bar is not None:
             try:
                 self.bar.update(count)
@@ -429,17 +422,10 @@ class Progress:
                 self._object()
             else:
                 line = f"{100 * self.done / self.total:.0f} % {self.did}"
+                left = self._seconds_left()
                 if left is not None:
                     line += f", about {spoken(left)} left"
                 say(line, self.stream)
-
-    def _say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self.bar is None:
-            say(text, self.stream)
-            return
-        with suppress(OSError):
-            self.bar.write(text, file=self.stream)
 
     def _seconds_left(self) -> float | None:
         """Estimate the time that is left from the speed so far; None until a hundredth is done."""

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -537,8 +536,6 @@ COPIES = 4
 _CLIENT_FOLDER = ".cache"
 # Files that only outputs have, which are no part of a source.
 _OF_OUTPUTS = (model_files.JOURNAL_FILE, model_files.EVAL_FILE)
-# A shell command that removes a directory when the process at the other end of its stdin has ended.
-_REMOVE_AT_END = 'read -r _; rm -rf -- "$1"'
 
 
 @dataclass(frozen=True)
@@ -833,7 +830,7 @@ def supply_shards(
         sources: each source with file names of the shards that its steps need, by the name of the step, in order.
         stream: whether to keep downloaded shards below `scratch` until their last use, not in the Hub's cache.
         scratch: the directory in which to make a temporary directory; None for the working directory. The temporary
-            directory is removed at the end, even if the process is killed.
+            directory is removed at the end.
         more: bytes that the caller will write to the same disk.
         times: number of processes that use the same disk, each with the same supplies.
 
@@ -901,10 +898,6 @@ def _temporary_directory(parent: Path, needed: int) -> Iterator[Path]:
                 "name a directory on a larger one with --scratch",
             )
         directory = tempfile.TemporaryDirectory(prefix=".openquant-", dir=parent, ignore_cleanup_errors=True)
-        # SIGKILL cannot be handled, so a shell waits for the end of this process. A session of its own keeps signals of
-        # the terminal from it.
-        command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(Path(directory.name).absolute())]
-        shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    with directory as path, shell:
+    with directory as path:
         yield Path(path)

@@ -23,7 +23,7 @@ from ..formats.quantization import (
     read_quantization,
     setting_repr,
 )
-from ..formats.schemes import KEPT_SCHEMES, Scheme, as_written, without_targets
+from ..formats.schemes import Scheme, as_written, without_targets
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
@@ -431,19 +431,12 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
 
     if scheme is None:
         findings.problems.append("config.json: openquant does not write such a quantization_config")
-    else:
-        actual = without_fp8_cache(without_targets(settings))
-        groups = scheme.group and actual.get("config_groups")
-        if not isinstance(groups, dict):
-            groups = {}
-        # Each config group is compared with that of the scheme it is most like.
-        nearest = [
-            min((scheme, *KEPT_SCHEMES), key=lambda candidate: len(list(config_differences(group, candidate.group))))
-            for group in groups.values()
-        ]
-        expected = without_targets(scheme.config(None, dict.fromkeys(nearest, ())))
-        for difference in config_differences(actual, expected, ("quantization_config",)):
-            findings.problems.append(f"config.json: {difference.text('openquant writes')}")
+        return None
+
+    actual = without_fp8_cache(without_targets(settings))
+    expected = without_targets(scheme.config(None, {}))
+    for difference in config_differences(actual, expected, ("quantization_config",)):
+        findings.problems.append(f"config.json: {difference.text('openquant writes')}")
     return scheme
 
 

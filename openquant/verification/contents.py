@@ -10,8 +10,10 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
@@ -64,23 +66,6 @@ class TensorTask:
     by_decoding: bool = False
 
 
-@dataclass(frozen=True)
-class _ForeignError:
-    """The error of a weight of which it is not known what rounded it.
-
-    Attributes:
-        number: number of its task.
-        times_rounding: the error relative to that of the nearest codes.
-        beyond_nearest: what is wrong if codes are the nearest; None if nothing is.
-        beyond_gptq: what is wrong if GPTQ chose them; None if nothing is.
-    """
-
-    number: int
-    times_rounding: float
-    beyond_nearest: str | None
-    beyond_gptq: str | None
-
-
 @dataclass
 class TensorFindings:
     """What was found in the tensors that were read.
@@ -94,7 +79,6 @@ class TensorFindings:
             layers share.
         compared_codes: number of codes that were recomputed from the source with the stored scales.
         equal_codes: number of these that equal the stored codes.
-        compensated: whether the weights of another tool have the errors of a method such as GPTQ.
         non_finite: number of NaN and infinities in each unquantized tensor that has some, by name.
         as_in_source: names of the tensors in `non_finite` that equal the source's.
         lost_layers: modules of which far more weights than usual became zero as they were quantized.
@@ -108,7 +92,6 @@ class TensorFindings:
     absmax: dict[str, float] = field(default_factory=dict)
     compared_codes: int = 0
     equal_codes: int = 0
-    compensated: bool = False
     non_finite: dict[str, NonFinite] = field(default_factory=dict)
     as_in_source: set[str] = field(default_factory=set)
     lost_layers: set[str] = field(default_factory=set)
@@ -155,7 +138,9 @@ class _Reading:
         # Each with the number of its task, by which they are sorted at the end.
         self.problems: list[tuple[int, str]] = []
         self.errors: list[tuple[int, LayerError]] = []
-        self.foreign: list[_ForeignError] = []
+        # Of each weight of which it is not known what rounded it: the number of its task, its error relative to that of
+        # the nearest codes, and what is wrong if codes are the nearest, or if GPTQ chose them.
+        self.foreign: list[tuple[int, float, str | None, str | None]] = []
         self.findings = TensorFindings()
 
     def run(self, workers: int) -> TensorFindings:
@@ -168,16 +153,12 @@ class _Reading:
 
     def _judge_foreign(self) -> None:
         """Report weights of another tool that are farther from the source than its method explains."""
-        if not self.foreign:
-            return
         # Nearest codes have no larger error than themselves, whatever the scales are.
-        self.findings.compensated = statistics.median(error.times_rounding for error in self.foreign) > MOVED
-        for error in self.foreign:
-            problem = error.beyond_nearest
-            if self.findings.compensated:
-                problem = error.beyond_gptq
+        by_gptq = statistics.median([times for _, times, _, _ in self.foreign] or [0]) > MOVED
+        for number, _, beyond_nearest, beyond_gptq in self.foreign:
+            problem = beyond_gptq if by_gptq else beyond_nearest
             if problem is not None:
-                self.add_problem(error.number, problem)
+                self.add_problem(number, problem)
 
     def _work(self) -> None:
         worker = _Worker(self)
@@ -522,23 +503,21 @@ class _Worker:
                 self.reading.findings.absmax[weight.module] = float(comparison.absmax.max())
 
         if not scheme.format.shared:
-            recomputed = comparison.expected_scale
-            wrong = recomputed != comparison.scale
-            if wrong.any():
-                index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-                # Shown as stored: times the global scale, in FP8, which has few digits.
-                factor = 1.0
-                digits = 9
-                if global_scale is not None:
-                    factor = float(global_scale.item())
-                    digits = 6
-                self._problem(
-                    f"{self._place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "
-                    f"{[int(axis) for axis in index]}, the source makes it "
-                    f"{float(recomputed[index]) * factor:.{digits}g} "
-                    f"({int(wrong.sum())} of {wrong.size} scales differ)"
+            # Shown as stored: times the global scale, in FP8, which has few digits.
+            factor = 1.0
+            digits = 9
+            if global_scale is not None:
+                factor = float(global_scale.item())
+                digits = 6
+            self._report_differing(
+                scale, "scales", comparison.scale * factor, comparison.expected_scale * factor, digits
+            )
+            zeros = weight.zero_points
+            if zeros is not None and comparison.zeros is not None and comparison.expected_zeros is not None:
+                encode = scheme.format.number.encode
+                self._report_differing(
+                    zeros, "zero points", encode(comparison.zeros), encode(comparison.expected_zeros)
                 )
-            self._report_zeros(weight, comparison)
 
         if comparison.first_difference is not None and not gptq_rounded:
             (row, col), code, recomputed_code = comparison.first_difference
@@ -547,25 +526,17 @@ class _Worker:
                 f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)"
             )
 
-    def _report_zeros(self, weight: Weight, comparison: Comparison) -> None:
-        """Report zero points that differ from those that quantizing the source again gives."""
-        info = weight.zero_points
-        zeros = comparison.zeros
-        recomputed = comparison.expected_zeros
-
-        if info is None or zeros is None or recomputed is None or weight.format is None:
-            return
-
-        wrong = zeros != recomputed
-        if not wrong.any():
-            return
-
-        index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-        stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
-        self._problem(
-            f"{self._place(info.name)} holds {stored} at {[int(axis) for axis in index]}, the source makes it "
-            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)"
-        )
+    def _report_differing(
+        self, info: TensorInfo, what: str, stored: npt.NDArray[Any], recomputed: npt.NDArray[Any], digits: int = 9
+    ) -> None:
+        """Report scales or zero points that differ from those that quantizing the source again gives."""
+        wrong = stored != recomputed
+        if wrong.any():
+            index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            self._problem(
+                f"{self._place(info.name)} holds {stored[index]:.{digits}g} at {[int(axis) for axis in index]}, the "
+                f"source makes it {recomputed[index]:.{digits}g} ({int(wrong.sum())} of {wrong.size} {what} differ)"
+            )
 
     def _report_error(self, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
         """Record a layer's error; report one larger than rounding explains, unless the codes were recomputed."""
@@ -583,7 +554,7 @@ class _Worker:
         if task.foreign:
             times_rounding = comparison.error.times_rounding
             with self.reading.lock:
-                self.reading.foreign.append(_ForeignError(self.number, times_rounding, beyond_nearest, beyond_gptq))
+                self.reading.foreign.append((self.number, times_rounding, beyond_nearest, beyond_gptq))
         elif task.gptq_rounded and beyond_gptq is not None:
             self._problem(beyond_gptq)
         elif task.scheme is None and not task.gptq_rounded and beyond_nearest is not None:

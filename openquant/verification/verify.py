@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from ..calibration.smoothing import repeat_smoothing
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import find_evaluation
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.destination import WeightFacts, read_journal
 from ..files.model_files import damaged_json, open_regular
@@ -43,7 +42,6 @@ from ..registry.architecture import Architecture, ModuleRules
 from ..result import Reporter, default_reporter, lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
-from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
 from . import checks
 from .contents import Progress, TensorFindings, TensorTask, read_contents
@@ -252,7 +250,7 @@ class _Verification:
 
         cache = [info.name for info in self.cache_scales]
         chosen = self.facts.static_scales
-        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen, self._source_scales())
+        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen)
 
     def _report_lost_weights(self) -> None:
         """Report layers whose weights became zero, as far as codes or the source show it."""
@@ -300,11 +298,6 @@ class _Verification:
         self.problems += [*checks.extra_weights(self.checkpoint), *problems, *damaged_json(self.checkpoint.root)]
         self.notes += notes
 
-        try:
-            find_evaluation(self.checkpoint)
-        except SourceError as error:
-            self.notes.append(error.message)
-
     def _incomplete(self) -> list[str]:
         """Find what the model lacks, and sizes in config.json that its tensors do not have."""
         entry = self.headers.entry
@@ -313,19 +306,17 @@ class _Verification:
         if entry is None or self.problems or not self.as_engines_load:
             return []
 
+        # What the output lacks beyond that is found by comparing the two.
+        if self.source is not None:
+            return model_problems(entry, self.source.tensors.values(), self.source)
+
         tensors = [
             self.headers.as_unquantized(info)
             for name, info in self.checkpoint.tensors.items()
             if not self.headers.belongs_to_codes(name)
         ]
 
-        problems = model_problems(entry, tensors, self.checkpoint)
-        if self.source is None:
-            return problems
-        # All that the source has otherwise is found by comparing the two.
-        of_source = model_problems(entry, self.source.tensors.values(), self.source)
-
-        return [problem for problem in problems if problem in of_source]
+        return model_problems(entry, tensors, self.checkpoint)
 
     # Comparison with the source.
 
@@ -571,11 +562,6 @@ class _Verification:
 
     def _add_contents_notes(self, gptq_rounded: int) -> None:
         """Say how the contents were compared."""
-        if self.contents.compensated:
-            self.notes.append(
-                "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were "
-                "taken for their errors"
-            )
         if self.full and gptq_rounded:
             self.notes.append(
                 f"{gptq_rounded} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
@@ -585,33 +571,6 @@ class _Verification:
         skipped = sum(weight.module not in self.originals for weight in self.codes.values())
         if self.full and skipped:
             self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
-
-    def _source_scales(self) -> dict[str, float]:
-        """The static scales that an output of ours takes from its source, by tensor name."""
-        if self.plan is None or self.source is None or not self.ours:
-            return {}
-
-        decisions = self.plan.decisions
-        reader = Reader(self.source.where, self.source.root.joinpath)
-        scales = {
-            kept.tensor.name: float(reader.read_scale(kept.value).item())
-            for kept in decisions.passthrough
-            if isinstance(kept.value, TensorInfo)
-        }
-
-        for weight, scheme in decisions.quantized:
-            info = weight.input_scale_for(scheme.format)
-            if info is None or weight.format is None:
-                continue
-
-            scale = reader.read_scale(info).reshape(())
-            dynamic = weight.format.input_global_scale
-            if dynamic is not None and not dynamic.divides:
-                with np.errstate(divide="ignore"):
-                    scale = np.float32(1) / scale
-            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(scale)
-
-        return scales
 
     def _report_non_finite(self) -> None:
         """Report NaN as a problem, and infinity too unless the tensor may be a mask or a bound."""

@@ -323,7 +323,6 @@ def check_static_scales(
     values: Mapping[str, float],
     cache: Iterable[str],
     chosen: Mapping[str, float],
-    of_source: Mapping[str, float],
 ) -> list[str]:
     """Find static scales that are not those that were chosen, differ in fused layers, or fit no activations.
 
@@ -333,7 +332,6 @@ def check_static_scales(
         cache: names of the scales of the KV cache.
         chosen: the values that the run chose, by the name of the first tensor of layers that share one; empty if
             another tool made the directory.
-        of_source: the values that the run took from its source, by tensor name; empty without a source.
 
     Returns:
         One line for each problem.
@@ -345,21 +343,18 @@ def check_static_scales(
     }
     names = [*modules.values(), *(name for name in cache if name in values)]
     chosen = {**chosen, **_shared_with(headers, modules, chosen)}
-    expected = {**of_source, **chosen}
-    others = {module: name for module, name in modules.items() if name not in expected}
-
-    said = {**dict.fromkeys(of_source, "the source has"), **dict.fromkeys(chosen, "the run that made it chose")}
+    others = {module: name for module, name in modules.items() if name not in chosen}
     return [
         *(
-            f"{headers.place(name)} is {values[name]:g}, {said[name]} {expected[name]:g}"
+            f"{headers.place(name)} is {values[name]:g}, the run that made it chose {chosen[name]:g}"
             for name in names
-            if name in expected and values[name] != expected[name]
+            if name in chosen and values[name] != chosen[name]
         ),
         *_differing_in_fused(headers, values, others),
         *(
             f"{headers.place(name)} is {values[name]:g}, and activations need {SMALLEST:.1g} to {LARGEST:.1g}"
             for name in names
-            if name not in expected and not SMALLEST <= values[name] <= LARGEST
+            if name not in chosen and not SMALLEST <= values[name] <= LARGEST
         ),
     ]
 

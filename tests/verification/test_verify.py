@@ -498,11 +498,7 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     assert len(report.errors) == 23
     # DeepSeek lists nothing; nor need it, where the engine builds the router without quantization.
     change_json(out / "config.json", lambda found: found["quantization_config"].pop("modules_to_not_convert"))
-    assert_clean(
-        without_odd(verify(out)),
-        "ignored_layers does not list model.layers.1.mlp.gate, which is unquantized: right only if the engine never "
-        "builds it as FP8",
-    )
+    assert_clean(without_odd(verify(out)))
     change_weights(out, spoil(f"{Q}.weight_scale_inv", float("nan")))
     assert without_odd(verify(out)).problems == (
         f"{ONE}: {Q}.weight_scale_inv holds nan at [1, 1]: scales are finite and above zero",
@@ -524,16 +520,11 @@ def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
     change_json(
         out / "config.json", lambda found: found["quantization_config"]["ignore"].append("re:.*layers.1.mlp.up")
     )
-    change_json(out / "config.json", lambda found: found["quantization_config"]["ignore"].remove("re:.*vision_tower.*"))
     report = verify(out)
     up = "language_model.model.layers.1.mlp.up_proj"
     assert report.problems == (
         f"{ONE}: {q}.weight_scale is F32 [256], for F8_E4M3 [256, 256] it must be F32, BF16 or F16 [256, 1]",
         f"{ONE}: {up}.weight is F8_E4M3, but ignore lists re:.*layers.1.mlp.up",
-    )
-    assert report.notes == (
-        "ignore does not list vision_tower.vision_model.embeddings.position_embedding and 6 more modules that are "
-        "unquantized: right only if the engine never builds them as FP8",
     )
 
 

@@ -26,10 +26,6 @@ CODES = {
     "channel": ("weight", 0x80),
     "int8": ("weight", 0xFF),
 }
-LIMITS = (
-    "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were taken for "
-    "their errors"
-)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +101,6 @@ def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path]
     last, signs = CODES[scheme]
     report = verify(out, EXAMPLE, full=True)
     assert report.problems == ()
-    assert (LIMITS in report.notes) == (not journal)
 
     planted = [*DAMAGE] if scheme == "int4" else [*DAMAGE][:4]
     with damaged(out, {f"{name}.{last}": partial(DAMAGE[name], signs=signs) for name in planted}):
