@@ -63,18 +63,6 @@ def torchrun(
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=script.parent)
 
 
-def test_ranks_read_a_quantized_source(job: Job, tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "fp8", "block")
-    quantized = small_checkpoints.write(
-        tmp_path / "quantized", shards=7, weights=small_checkpoints.read(tmp_path / "fp8")
-    )
-    (quantized / "config.json").write_bytes((tmp_path / "fp8" / "config.json").read_bytes())
-    compress(quantized, tmp_path / "one")
-    done = job.finish(2, "-m", quantized, "-o", tmp_path / "many")
-    assert done.returncode == 0, done.stderr
-    assert tree(tmp_path / "many") == tree(tmp_path / "one")
-
-
 def test_ranks_write_the_bytes_of_one_process(job: Job, tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
     out = tmp_path / "many"
     done = job.finish(4, "-m", source, "-o", out, "--json")
@@ -127,29 +115,6 @@ def test_max_memory_counts_what_ranks_need_to_talk(job: Job, tmp_path: Path, sou
     assert done.returncode != 0
     assert done.stderr.count("error: a memory of 100,000,000 bytes is too little") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_caller_s_process_group_is_the_caller_s(tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
-    """One made before stays; ranks leave none behind that was not there, and no number of threads."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys, torch, torch.distributed as d\n"
-        "from openquant import Ranks, compress\n"
-        "threads = torch.get_num_threads()\n"
-        "compress(sys.argv[1], sys.argv[2], ranks=Ranks.from_environment(os.environ))\n"
-        "assert not d.is_initialized() and torch.get_num_threads() == threads\n"
-        "d.init_process_group('gloo')\n"
-        "ranks = [Ranks.from_environment(os.environ) for _ in range(2)]\n"
-        # Twice, since a job may have several models.
-        "for each, out in zip(ranks, sys.argv[3:]):\n"
-        "    compress(sys.argv[1], out, ranks=each)\n"
-        "d.barrier()\n"
-        "d.destroy_process_group()\n"
-    )
-    outs = [tmp_path / name for name in "abc"]
-    done = torchrun(2, source, *outs, script=script, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    assert [tree(out) == one for out in outs] == [True] * 3
 
 
 TOLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
@@ -383,19 +348,6 @@ def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
     told = f"rank 0 waits for rank 2 at {rendezvous}, for 2 seconds now"
     assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
     assert spoke == {0: True, 1: False}
-
-
-def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    weights["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
-    source = small_checkpoints.write(tmp_path / "source", shards=2, weights=weights)
-    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
-    assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1
-    assert "model.layers.1.mlp.down_proj.weight in model-0000" in told[0]
-    assert "holds NaN or infinity" in told[0]
-    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, own: Path) -> None:

@@ -244,7 +244,6 @@ class Terminal(Reporter):
         self.stage = stage
 
         self.plan: Plan | None = None
-        self.planned_lines: frozenset[str] = frozenset()
         self.printed_notes: set[str] = set()
         self.space: DiskSpace | None = None
         self.failure: OSError | None = None
@@ -266,32 +265,26 @@ class Terminal(Reporter):
         self.space = space
 
     def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
+        """Print the plan on stdout, of a second plan only new notes; if `quiet`, only the notes, on stderr."""
         self.close()
+        is_first = self.plan is None
         self.plan = plan
         others = self.space.notes if self.space else ()
-        self._new_notes([*plan.notes, *others])
+        new_notes = self._new_notes([*plan.notes, *others])
         if self.quiet:
+            return
+        if not is_first:
+            if new_notes:
+                self._print("\n".join(paragraphs(new_notes, columns())))
             return
         from ..job import expected_download
         from ..report.text import details_text, plan_text
 
-        printed_lines = self.planned_lines
-
-        def planned_text(width: int | None) -> str:
-            download = expected_download(source, plan)
-            text = plan_text(plan, source.place, output, download, others, self.space, width)
-            if self.verbose:
-                text += f"\n{details_text(plan, width)}"
-            return text
-
-        lines = planned_text(None).split("\n")
-        self.planned_lines = frozenset(lines)
-        new_lines = [line for line in lines if line not in printed_lines]
-        if new_lines and printed_lines:
-            self._print("\n".join(paragraphs(new_lines, columns())))
-        elif new_lines:
-            self._print(planned_text(columns()))
+        width = columns()
+        text = plan_text(plan, source.place, output, expected_download(source, plan), others, self.space, width)
+        if self.verbose:
+            text += f"\n{details_text(plan, width)}"
+        self._print(text)
 
     def on_note(self, about: str) -> None:
         """Print the line that describes what begins, or what --fit and --search measure."""

@@ -57,8 +57,6 @@ _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: 
 # What python_call() returns.
 _CALL = re.compile(r'(?<=^llm = )LLM\("(?:[^"\\]|\\.)*"(?:, revision="[^"]*")?', re.MULTILINE)
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
-# libyaml's parser is ten times as fast, but not always installed.
-_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Errors of PyYAML for text that is not YAML.
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
@@ -155,6 +153,9 @@ def with_evaluation(card: str, evaluation: str) -> str:
     """
     start, end = _own_span(card) or (0, len(card))
     part = _EVALUATION.sub("", card[start:end]).rstrip()
+    if "\n| folded |" in part:
+        # What verify needs to smooth the source is in the journal, which is not published.
+        evaluation = re.sub(r"(?m)^openquant verify .*\n", "", evaluation)
     own = evaluation
     if part:
         own = f"{part}\n\n{evaluation}"
@@ -183,7 +184,7 @@ def split_card(card: str) -> tuple[str, dict[str, Any], str]:
     if not front_matter.group(1).strip():
         return "", {}, card[front_matter.end() :]
     metadata = front_matter.group(1).replace("\r\n", "\n").strip("\n") + "\n"
-    mapping = _compose(metadata, _LOADER)
+    mapping = _compose(metadata)
     kept = None if mapping is None else _without(metadata, mapping)
     if mapping is None or kept is None:
         return "", {}, card
@@ -209,15 +210,15 @@ def metadata_notes(keys: Container[str], path: str) -> list[str]:
     return [f"{named}: add {lines} to the metadata at the top of {path}"]
 
 
-def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
+def _compose(metadata: str) -> yaml.MappingNode | None:
     """Parse a YAML text; None if it is not a simple mapping.
 
     Aliases are refused, because a few lines of them expand to gigabytes.
     """
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(metadata, Loader=loader)):
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(metadata, Loader=yaml.SafeLoader)):
             return None
-        node = yaml.compose(metadata, Loader=loader)
+        node = yaml.compose(metadata, Loader=yaml.SafeLoader)
     except _NOT_YAML:
         return None
     if not isinstance(node, yaml.MappingNode) or not node.value:
@@ -254,8 +255,7 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
     # Cut text is not valid YAML after braces around the mapping or an end marker. Then it is serialized anew.
     expected = {**_text_of(yaml.MappingNode(mapping.tag, pairs)), "openquant": "x"}
     for text in (kept, yaml.serialize(yaml.MappingNode(mapping.tag, pairs, flow_style=False), allow_unicode=True)):
-        # PyYAML's own loader, because libyaml accepts some tabs that other readers refuse.
-        with_another = _compose(f"{text}openquant: x\n", yaml.SafeLoader)
+        with_another = _compose(f"{text}openquant: x\n")
         if with_another is not None and _text_of(with_another) == expected:
             return text
     return None
@@ -269,18 +269,7 @@ def shell_word(path: str) -> str:
     """
     if path.startswith("-"):
         path = f"./{path}"
-    if path.isprintable():
-        return shlex.quote(path)
-    # The quoting of bash and zsh for control characters: $'a\x0ab'.
-    return f"$'{''.join(map(_escape, path))}'"
-
-
-def _escape(letter: str) -> str:
-    if letter in "'\\":
-        return f"\\{letter}"
-    if letter.isprintable():
-        return letter
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter))
+    return shlex.quote(path)
 
 
 def published_card(card: str, repo: str, revision: str | None) -> str:

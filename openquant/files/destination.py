@@ -468,17 +468,14 @@ def list_output(directory: Path) -> dict[str, os.stat_result]:
         such as the lost+found of a disk.
 
     Raises:
-        OutputError: a link lies in it, which could lead a write elsewhere; or it cannot be read.
+        OutputError: it cannot be read.
     """
     found = {}
     with output_errors(directory, "read"):
         for folder, folders, files in os.walk(directory):
             for name in sorted([*folders, *files]):
                 path = Path(folder, name)
-                status = path.lstat()
-                if stat.S_ISLNK(status.st_mode):
-                    raise OutputError(f"{path} is a link", "put the file itself there, or move the link away")
-                found[path.relative_to(directory).as_posix()] = status
+                found[path.relative_to(directory).as_posix()] = path.lstat()
     return found
 
 
@@ -492,7 +489,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         The plan's digest, hexadecimal, and the paths of all files that the run wrote, relative to the directory.
 
     Raises:
-        OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
+        OutputError: the directory was not made by openquant, is not finished, or lacks a file.
     """
     if not directory.is_dir():
         raise OutputError(f"{directory} is not a directory", "check the path")

@@ -9,7 +9,6 @@ bounded in size, and comes from a regular file.
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 import json
 import os
@@ -322,28 +321,16 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         SourceError: it is not a regular file, or no file can have this path.
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
-    # Opening a pipe would wait for its other end.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    # Errors of opening a socket, a device without a driver, and a link where none is allowed.
-    not_regular = [errno.ENXIO, errno.ENODEV]
-    if not links:
-        flags |= os.O_NOFOLLOW
-        not_regular.append(errno.ELOOP)
-
     try:
-        handle = os.open(path, flags)
-    except OSError as error:
-        if error.errno in not_regular:
-            raise SourceError(f"{what} is not a regular file", hint) from None
-        raise
+        status = path.stat() if links else path.lstat()
     except ValueError:
         # A null byte or half of a surrogate pair, which names from JSON may have.
         raise SourceError(f"{what} is no name that a file can have", "give the name of a file") from None
 
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    # Opening a pipe would wait for its other end.
+    if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{what} is not a regular file", hint)
-    return os.fdopen(handle, "rb")
+    return path.open("rb")
 
 
 def file_sha256(path: Path, what: str) -> str:

@@ -221,11 +221,9 @@ def _source_error(error: Exception, repo: str, revision: str | None) -> SourceEr
         )
 
     reason = error_reason(cause)
-    if is_transient(cause):
-        return Unreachable(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
-
-    if status is None and isinstance(cause, OSError):
-        return SourceError(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
+    if is_transient(cause) or (status is None and isinstance(cause, OSError)):
+        raised = Unreachable if is_transient(cause) else SourceError
+        return raised(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
 
     kind = f"{type(cause).__name__}: "
     if status is not None:

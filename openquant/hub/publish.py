@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SourceError
 from ..files import model_files
 from ..files.cards import base_models, published_card
+from ..files.checkpoint import read_json
 from ..files.destination import PUSHED, WORK, output_errors
+from ..formats.quantization import quantization_places
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
@@ -38,7 +40,6 @@ from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, Discussion, ModelInfo
-    from huggingface_hub.hf_api import RepoSibling
     from huggingface_hub.lfs import UploadInfo
 
 
@@ -145,7 +146,7 @@ class Publisher:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
                 self.open_request = None
-                if request is not None and request.status != "merged":
+                if request is not None:
                     self.open_request = request.num
 
             if repository is not None and self.shards:
@@ -278,10 +279,6 @@ class Publisher:
 
         request = with_retries(lambda: self._open_request(title))
         address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
-        if request.status == "merged":
-            # The model is on main.
-            return Published(self.repo, address, None)
-
         revision = f"refs/pr/{request.num}"
         self._commit(others, title, revision)
         self._open_draft(request)
@@ -376,7 +373,7 @@ class Publisher:
         from huggingface_hub import HfApi
 
         request = self._find_request()
-        if request is None or (request.status == "merged" and self._missing_shards(None)):
+        if request is None:
             description = f"Made with openquant {__version__}. {self._marker}"
             request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
         return request
@@ -394,7 +391,7 @@ class Publisher:
                 HfApi().change_discussion_status(self.repo, request.num, "open")
 
     def _find_request(self) -> Discussion | None:
-        """The pull request that an earlier try opened for this model; an open one rather than a merged one.
+        """The pull request that an earlier try opened for this model.
 
         Its description has the plan's digest. So none is opened twice, even if a response was lost or the directory
         was moved.
@@ -403,18 +400,14 @@ class Publisher:
         from huggingface_hub.community import DiscussionComment
 
         api = HfApi()
-        merged = None
         for request in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
-            if request.status == "closed":
+            if request.status in ("closed", "merged"):
                 continue
             details = api.get_discussion_details(self.repo, request.num)
             comments = [event.content for event in details.events if isinstance(event, DiscussionComment)]
-            if not comments or self._marker not in comments[0]:
-                continue
-            if details.status != "merged":
+            if comments and self._marker in comments[0]:
                 return details
-            merged = details
-        return merged
+        return None
 
     @property
     def _marker(self) -> str:
@@ -497,8 +490,6 @@ def _is_retryable(error: BaseException) -> bool:
     return status_of(error) in (409, 412) or is_transient(error)
 
 
-# Dtypes of unquantized matrices; I64 and BOOL are those of positions and masks.
-UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 OTHER_REPOSITORY_HINT = (
     "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
 )
@@ -660,37 +651,20 @@ def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: C
             the shard to push.
 
     Raises:
-        PushError: the repository's shards of these names hold unquantized weights only, and not those to push.
+        PushError: the config of the repository says nothing of quantization, and its shards are not those to push.
+        SourceError: its config cannot be read.
     """
+    from huggingface_hub import hf_hub_download
+
     present = {file.rfilename: file for file in repository.siblings or ()}
-    unquantized: list[RepoSibling] = []
-    for file in (present[name] for name in shards if name in present):
-        dtypes = _matrix_dtypes(repository, file)
-        if dtypes - UNQUANTIZED:
-            return
-        if dtypes:
-            unquantized.append(file)
+    replaced = [present[name] for name in shards if name in present]
+    others = [file for file in replaced if not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else "")]
+    if not others or "config.json" not in present:
+        return
 
-    for file in unquantized:
-        if not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else ""):
-            raise PushError(
-                f"{repository.id} holds unquantized weights ({file.rfilename}), which this model would replace",
-                OTHER_REPOSITORY_HINT,
-            )
-
-
-def _matrix_dtypes(repository: ModelInfo, file: RepoSibling) -> set[str]:
-    """The dtypes of a shard's matrices; none if nobody can load the file."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import SafetensorsParsingError
-
-    def read() -> set[str]:
-        metadata = HfApi().parse_safetensors_file_metadata(repository.id, file.rfilename, revision=repository.sha)
-        return {tensor.dtype for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
-
-    if not file.size:
-        return set()
-    try:
-        return with_retries(read)
-    except SafetensorsParsingError:
-        return set()
+    config = with_retries(lambda: hf_hub_download(repository.id, "config.json", revision=repository.sha))
+    if not quantization_places(read_json(Path(config), "config.json")):
+        raise PushError(
+            f"{repository.id} holds unquantized weights ({others[0].rfilename}), which this model would replace",
+            OTHER_REPOSITORY_HINT,
+        )

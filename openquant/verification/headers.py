@@ -269,24 +269,10 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
 
 _CONVERT_AGAIN = "download it again, or convert it again with --overwrite"
 # By words of the problems that they are for.
-_LOOK_AT_SOURCE = (
-    "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or download "
-    "it first, and convert it again with --overwrite"
-)
 _WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
-_REMOVE = "remove the file that does not belong to the model"
 _HINTS = {
-    "as the source has it": _LOOK_AT_SOURCE,
-    " is not valid JSON: ": _LOOK_AT_SOURCE,
-    " in the source's ": _LOOK_AT_SOURCE,
-    "the shards lack ": _LOOK_AT_SOURCE,
-    "does not fit the tensors": _LOOK_AT_SOURCE,
     " does not list ": _WRITE_ANEW,
     " lists ": _WRITE_ANEW,
-    " is there too: ": _REMOVE,
-    " lies beside ": _REMOVE,
-    " that model.safetensors.index.json does not name": _REMOVE,
-    " is there: transformers ": _REMOVE,
 }
 
 

@@ -145,16 +145,12 @@ class _Finder:
 
             first = self.quantization.groups[0][1] if self.quantization.groups else None
             number = (fmt or first or CHANNEL.format).number
-            right_name = f" called {pair.name}" if pair.packed and not number.packed else ""
-            if info.dtype == number.dtype and number.packed and not pair.packed:
-                right_name = f" called {pair.name}_packed"
-
-            if info.name.endswith(".qweight"):
-                right_name = f" called {pair.name}_packed"
-
-            if info.dtype != number.dtype or len(info.shape) < 2 or right_name:
+            # Engines know packed codes by their name.
+            is_misnamed = pair.packed != number.packed or info.name.endswith(".qweight")
+            if info.dtype != number.dtype or len(info.shape) < 2 or is_misnamed:
+                name = f"{pair.name}_packed" if number.packed else pair.name
                 self.findings.problems.append(
-                    f"{self._place(info.name)} is {describe(info)}, not a matrix of {number.dtype}{right_name}"
+                    f"{self._place(info.name)} is {describe(info)}, not a matrix of {number.dtype} called {name}"
                 )
                 continue
 
@@ -282,7 +278,6 @@ def check_strays(headers: Headers, findings: Findings) -> None:
         headers: the quantized directory, as its config and the headers of its shards describe it.
         findings: problems and notes, one line each, are added to it.
     """
-    unread = 0
     refused = unread_tensors(headers.checkpoint.tensors, headers.codes.values())
 
     for info in headers.checkpoint.tensors.values():
@@ -295,18 +290,13 @@ def check_strays(headers: Headers, findings: Findings) -> None:
             findings.problems.append(f"{headers.place(info.name)} has no weight: {owner} is missing")
         elif weight is not None and owner not in headers.codes:
             findings.problems.append(f"{headers.place(info.name)} is the scale of {owner}, which is {weight.dtype}")
-        elif info.name.endswith(".input_scale"):
-            unread += 1
-        elif (fmt := headers.codes[owner].format) is not None:
+        elif (fmt := headers.codes[owner].format) and not info.name.endswith(".input_scale"):
             findings.problems.append(
                 f"{headers.place(info.name)} is not the scale of {owner}: the config asks for {fmt.scale_of(owner)}"
             )
 
     for name in refused:
         findings.problems.append(f"{headers.place(name)} is a tensor that engines refuse to load")
-
-    if unread:
-        findings.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 
 
 # Values of float16, in which engines run models too, are 2^-24 to 2^16 in size. FP8 codes reach 2^9, so its scales are

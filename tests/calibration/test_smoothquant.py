@@ -23,6 +23,7 @@ from openquant.calibration.smoothing import (
     usable_mappings,
 )
 from openquant.errors import OutputError, PlanError, UsageError
+from openquant.files.cards import with_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import SCHEMES
 from openquant.plan.plan import make_plan
@@ -94,6 +95,10 @@ def test_verify_smooths_the_source_as_the_run_did(made: Twin, tmp_path: Path) ->
     plain = small_checkpoints.changed_copy(made.output, tmp_path / "plain", lambda _: None)
     (plain / ".openquant.json").unlink()
     assert len(verify(plain, made.source).problems) == 8
+    # So no card tells its readers to verify it.
+    commands = "## Measured against the source\n\n```\nopenquant verify x\nopenquant eval x\n```\n"
+    card = with_evaluation((made.output / "README.md").read_text(), commands)
+    assert "openquant eval x\n" in card and "openquant verify x" not in card
 
 
 LAYER = "model.layers.1"

@@ -221,7 +221,7 @@ DAMAGED = [
     (lambda weights: weights.update({f"{DOWN}.weight_scale_inv": torch.ones(())}),
      f"{ONE}: {DOWN}.weight_scale_inv is not the scale of {DOWN}.weight: the config asks for {SCALE}"),
     (lambda weights: weights.update({"model.norm.weight": torch.ones(256).to(torch.int8)}),
-     f"{ONE}: model.norm.weight is I8 [256], not a matrix of F8_E4M3"),
+     f"{ONE}: model.norm.weight is I8 [256], not a matrix of F8_E4M3 called model.norm.weight"),
     (lambda weights: weights.update({f"{DOWN}.weight_packed": torch.zeros(256, 128, dtype=torch.int32)}),
      f"{ONE}: {DOWN}.weight_packed is I32 [256, 128], not a matrix of F8_E4M3 called {DOWN}.weight"),
     (lambda weights: weights[f"{K}.weight_scale"].mul_(2), None),
@@ -443,9 +443,7 @@ def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> Non
     change_weights(out, spoil(f"{DOWN}.input_scale", 0.0))
     assert verify(out).problems == (f"{ONE}: {DOWN}.input_scale holds 0 at [0]: scales are finite and above zero",)
     change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="dynamic"))
-    assert_clean(
-        verify(out), "14 input_scale tensors are there, but the config says activations are dynamic"
-    )  # fmt: skip
+    assert_clean(verify(out))
     change_json(out / "config.json", lambda config: config["quantization_config"].pop("activation_scheme"))
     assert verify(out).problems == (
         "config.json: activation_scheme is null, neither dynamic nor static",
@@ -728,26 +726,6 @@ def test_of_another_source_a_screen_is_printed(
         f"and {len(found.problems) - 3} more problems: --json has them all",
         f"hint: no tensor equals one of {other}: give --source the model that {out} was made from",
     ]
-
-
-def test_each_kind_of_problem_has_its_hint(ours: tuple[Path, Path]) -> None:
-    """What is broken in the source too, or needs an ignore list only, is not mended by converting it again."""
-    source, out = ours
-    for root in ours:
-        change_weights(root, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
-    look_at_source = (
-        "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or "
-        "download it first, and convert it again with --overwrite"
-    )
-    assert verify(out, source).hints == [look_at_source]
-    change_json(out / "config.json", lambda config: config["quantization_config"]["ignored_layers"].append("model.x"))
-    write_anew = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
-    assert verify(out, source).hints == [write_anew, look_at_source]
-    save_file({"x": torch.zeros(1)}, out / "more.safetensors")
-    remove = "remove the file that does not belong to the model"
-    assert {*verify(out, source).hints} == {look_at_source, write_anew, remove}
-    # Without the source, NaN is not known to be its own.
-    assert {*verify(out).hints} == {"download it again, or convert it again with --overwrite", write_anew, remove}
 
 
 def test_the_command_says_that_codes_were_not_compared(
