@@ -268,10 +268,7 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     )
 
     if isinstance(error, HFValidationError):
-        continues = ""
-        if "@refs/pr/" in repo:
-            continues = " with --create-pr: the same push continues its pull request"
-        return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
+        return UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name")
     if isinstance(error, LocalTokenNotFoundError):
         return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)
     if isinstance(error, OfflineModeIsEnabled):

@@ -123,6 +123,8 @@ class Publisher:
             UsageError: the repository's name is not valid.
             SourceError: weights of the repository cannot be read.
         """
+        from huggingface_hub import HfApi
+
         text = card.decode("utf-8", "replace")
         repository = self.find()
         with push_errors(self.repo):
@@ -137,11 +139,14 @@ class Publisher:
                 require_namespace(self.repo)
                 return None
             if repository is None:
-                self._create()
+                # Without --private the organization's default counts.
+                private = self.push.private or None
+                created = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True))
+                self.repo = created.repo_id
 
             # A pull request also takes commits of its author.
             is_request = self.push.create_pr or (self.revision or "").startswith("refs/pr/")
-            require_permission(self.repo, write=not is_request)
+            with_retries(lambda: HfApi().auth_check(self.repo, write=not is_request))
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
@@ -152,7 +157,11 @@ class Publisher:
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    protect_source(repository, base_models(text))
+                    if repository.id.lower() in map(str.lower, base_models(text)):
+                        raise PushError(
+                            f"{repository.id} is what the model is made from, and would be replaced by it",
+                            OTHER_REPOSITORY_HINT,
+                        )
                     protect_unquantized(repository, self.shards, self._is_ours)
         return None if repository is None else [file.rfilename for file in repository.siblings or ()]
 
@@ -175,13 +184,6 @@ class Publisher:
         if repository is not None:
             self.repo = repository.id
         return repository
-
-    def _create(self) -> None:
-        """Create the repository, which has the organization's default of privacy without --private."""
-        from huggingface_hub import HfApi
-
-        private = self.push.private or None
-        self.repo = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True).repo_id)
 
     def _is_ours(self, name: str, sha256: str) -> bool:
         """Whether a shard on the Hub with this digest is the one to push."""
@@ -562,17 +564,6 @@ def find_repository(name: str) -> ModelInfo | None:
         return None
 
 
-def require_permission(repo: str, write: bool) -> None:
-    """Check that the user may read a repository, or also write to it.
-
-    Raises:
-        HfHubHTTPError: the user may not.
-    """
-    from huggingface_hub import HfApi
-
-    with_retries(lambda: HfApi().auth_check(repo, write=write))
-
-
 def require_valid_card(repo: str, card: str) -> None:
     """Have the Hub check the metadata of a model card, as it does before it accepts a commit.
 
@@ -622,22 +613,6 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         raise PushError(
             f"{repository.id} already holds {foreign[0]}, which would be left beside this model's shards",
             "push to another repository, or delete that file from this one first",
-        )
-
-
-def protect_source(repository: ModelInfo, names: Iterable[str]) -> None:
-    """Refuse a push that would replace the source of the model.
-
-    Args:
-        repository: the Hub's information on the repository to push to.
-        names: the model's base models as its card lists them, such as "org/name".
-
-    Raises:
-        PushError: the repository is the source.
-    """
-    if repository.id.lower() in map(str.lower, names):
-        raise PushError(
-            f"{repository.id} is what the model is made from, and would be replaced by it", OTHER_REPOSITORY_HINT
         )
 
 

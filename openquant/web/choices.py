@@ -35,7 +35,6 @@ _OPTIONS: Mapping[str, Option] = {name: option for kind in _ADVANCED for name, o
 ADVANCED: Mapping[str, Option] = {name: _OPTIONS[name] for names in _ADVANCED.values() for name in names}
 # In a command, what the one before it wrote.
 OUTPUT = "{output}"
-MOST_LETTERS = 1000
 _REPOSITORY = re.compile(r"(?!-)[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,200})?", re.ASCII)
 _NAME = re.compile(r"(?!-)([\w.-]{1,96}/)?[\w.-]{1,96}", re.ASCII)
 _DIRECTORY = re.compile(r"[\w][\w.-]{0,199}", re.ASCII)
@@ -148,14 +147,6 @@ class Chosen:
     advanced: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.advanced:
-            if name not in ADVANCED:
-                raise UsageError(f"{short_repr(name)} is no option of this page", "use the command line")
-
-        for text in (self.model, self.scheme, self.fit, self.context, self.push, *self.advanced.values()):
-            if len(text) > MOST_LETTERS or not text.replace("\n", "").isprintable():
-                raise UsageError(f"{short_repr(text)} has control characters, or is too long", "write it anew")
-
         if self.output and not _DIRECTORY.fullmatch(self.output):
             raise UsageError(
                 f"{short_repr(self.output)} is no name of a directory", "name one without slashes, such as Qwen3-8B-A"

@@ -760,14 +760,6 @@ def test_a_damaged_record_of_an_upload_counts_for_nothing(site: Site, expected: 
     assert site.held() == expected
 
 
-def test_a_directory_goes_into_its_pull_request_again_by_create_pr(site: Site) -> None:
-    compress(site.source, site.out)
-    hints = {"name@refs/pr/1": "write org/name with --create-pr: the same push continues its pull request"}
-    for name, hint in {**hints, "name@branch": "write org/name"}.items():
-        error, hinted = site.refused("push", site.out, f"user/{name}")
-        assert error.startswith(f"error: user/{name} is no repository id: ") and hinted == f"hint: {hint}"
-
-
 def test_a_pull_request_that_was_closed_is_opened_again(site: Site, unpublished: Mapping[str, bytes]) -> None:
     uploaded_but_not_committed(site, "--create-pr")
     site.hub.end_pull_request("user/name", 1, "closed")
