@@ -606,7 +606,7 @@ def _check_tensor(file: str, tensor: str, dtype: Any, shape: tuple[Any, ...]) ->
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {list(shape)})", "the model was saved wrongly: save it again"
         )
-    if len(shape) > MAX_AXES or not all(type(size) is int and size > 0 for size in shape):
+    if len(shape) > MAX_AXES or not all(type(size) is int and 0 < size < 1 << 63 for size in shape):
         raise SourceError(f"{file}: {tensor} has the impossible shape {short_repr(list(shape))}", DAMAGED)
     return TensorInfo(tensor, dtype, shape)
 

@@ -228,6 +228,7 @@ HEADERS = {
     "braces in a name": (raw({"model.layers.{0..3}.mlp.up_proj.weight": F32}, b"0" * 8), "x: 'model.layers.{0..3}.mlp.up_proj.weight' is not a possible name"),
     "a star in a name": (raw({"model.layers.*.weight": F32}, b"0" * 8), "x: 'model.layers.*.weight' is not a possible name"),
     "a shape of many axes": (raw({"a": entry("F32", [1] * 65, 0, 4)}, b"0" * 4), "x: a has the impossible shape [1, 1, 1, 1, 1, 1, ...]"),
+    "a size of 64 bits": (raw({"a": entry("F32", [2**63], 0, 4)}, b"0" * 4), "x: a has the impossible shape [9223372036854775808]"),
     "no tensors": (raw({}), None),
 }  # fmt: skip
 
