@@ -611,7 +611,9 @@ class Fingerprint:
             # Shards of a GGUF file are links to it, and have one stamp.
             stamp = self._stamps.get(shard)
             twins = (self._digests.get(other) for other in self._stamps if stamp and self._stamps[other] == stamp)
-            self._digests[shard] = next(filter(None, twins), None) or self._repository_sha256(shard) or _hash(path)
+            known = next(filter(None, twins), None) or self._repository_sha256(shard)
+            with readable():
+                self._digests[shard] = known or model_files.file_sha256(path, str(path))
 
     def require_unchanged(self, shards: Iterable[str] | None = None) -> None:
         """Refuse shards that were written to since the checkpoint was opened.
@@ -662,11 +664,6 @@ class Fingerprint:
         if shard not in self.remote or len(self.remote[shard].digest) != 64:
             return None
         return self.remote[shard].digest
-
-
-def _hash(path: Path) -> str:
-    with readable():
-        return model_files.file_sha256(path, str(path))
 
 
 def _hash_remote(file: RemoteFile) -> str:

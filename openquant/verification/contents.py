@@ -156,7 +156,9 @@ class _Reading:
         # Nearest codes have no larger error than themselves, whatever the scales are.
         by_gptq = statistics.median([times for _, times, _, _ in self.foreign] or [0]) > MOVED
         for number, _, beyond_nearest, beyond_gptq in self.foreign:
-            problem = beyond_gptq if by_gptq else beyond_nearest
+            problem = beyond_nearest
+            if by_gptq:
+                problem = beyond_gptq
             if problem is not None:
                 self.add_problem(number, problem)
 

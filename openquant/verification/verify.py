@@ -94,7 +94,6 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         notes = ("nothing else was checked",)
         return replace(report, problems=(error.message,), notes=notes, seconds=_since(start))
 
-    journal_files = set(journal.get("files", ()))
     requested = None
     if options.architecture is not None:
         requested = find_architecture(checkpoint, options.architecture)
@@ -103,17 +102,9 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         # The generic entry says nothing of engines.
         model = None
 
-    headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=bool(journal))
-    verification = _Verification(
-        headers,
-        findings,
-        journal_files,
-        origin,
-        options.full,
-        WeightFacts(**journal.get("weights", {})),
-        requested,
-        journal.get("smoothing", {}),
-    )
+    files = journal.get("files", ())
+    headers, findings = checks.check_headers(checkpoint, quantization, model, files, ours=bool(journal))
+    verification = _Verification(headers, findings, journal, origin, options.full, requested)
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
 
     return replace(
@@ -176,10 +167,9 @@ class _Verification:
     They add to the problems and notes of the headers' checks.
 
     Attributes:
-        files: names of the files that the run wrote; empty if not known.
+        journal: what the run that made an output of ours recorded; empty for other directories.
         origin: the source as it is; None without one.
         architecture: the entry that --architecture names; None for that of the class.
-        smoothing: the scales of an output of ours that is smoothed, as its journal has them.
         source: the source as if its quantized weights were bfloat16.
         decoded: these weights, by tensor name.
         originals: the source's weights by module.
@@ -187,12 +177,10 @@ class _Verification:
 
     headers: Headers
     findings: Findings
-    files: set[str]
+    journal: Mapping[str, Any]
     origin: Checkpoint | None
     full: bool
-    facts: WeightFacts
     architecture: Architecture | None
-    smoothing: Mapping[str, str]
 
     source: Checkpoint | None = None
     decoded: dict[str, Weight] = field(default_factory=dict)
@@ -202,6 +190,10 @@ class _Verification:
     contents: TensorFindings = field(default_factory=TensorFindings)
 
     def __post_init__(self) -> None:
+        self.files = set(self.journal.get("files", ()))
+        self.facts = WeightFacts(**self.journal.get("weights", {}))
+        self.smoothing: Mapping[str, str] = self.journal.get("smoothing", {})
+
         headers = self.headers
         self.checkpoint = headers.checkpoint
         self.codes = headers.codes
