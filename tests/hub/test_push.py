@@ -37,7 +37,6 @@ SHARDS = 5
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00005.safetensors"
 FOREIGN = "model-00001-of-00002.safetensors"
-ONLY = {"kept": (), "deleted": ("--push-only",)}
 
 
 @pytest.fixture(scope="module")

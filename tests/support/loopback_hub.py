@@ -230,11 +230,9 @@ class LoopbackHub:
             return f"refs/pr/{number}"
 
     def end_pull_request(self, repo: str, number: int, status: str) -> None:
-        """Open a pull request that is a draft, close it, or merge it."""
+        """Open a pull request that is a draft, or close it."""
         with self.lock:
             self.stored[repo]["requests"][number - 1]["status"] = status
-            if status == "merged":
-                self.stored[repo]["refs"]["main"] = self.stored[repo]["refs"][f"refs/pr/{number}"]
 
     def describe(self, path: str, content: Path) -> dict[str, Any]:
         """A file as the tree lists it."""
