@@ -369,7 +369,7 @@ def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> Weight
 
     modules = dict.fromkeys([*columns, *rows])
     return WeightTransforms(
-        {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors, scales
+        {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors, scales=scales
     )
 
 

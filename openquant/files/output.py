@@ -256,7 +256,7 @@ class Claim:
         """Claim the directory, unless an earlier run has finished it."""
         path = self._path
         self._created = not _exists(path)
-        if not self._created and self._is_complete(self._inspect()[0]):
+        if not self._created and self._is_complete(*self._inspect()):
             return
 
         with destination.output_errors(path):
@@ -265,7 +265,7 @@ class Claim:
 
         # Another run may have finished or begun between the first look and the lock.
         journal, found = self._inspect()
-        if self._is_complete(journal):
+        if self._is_complete(journal, found):
             return
         with destination.output_errors(path / destination.WORK, "removed"):
             _sweep(path)
@@ -343,7 +343,7 @@ class Claim:
         earlier = (journal.get("recipe") or {}).get("options")
         return earlier is not None and earlier != (self.contents.provenance.recipe or {}).get("options")
 
-    def _is_complete(self, journal: dict[str, Any] | None) -> bool:
+    def _is_complete(self, journal: dict[str, Any] | None, found: _Found) -> bool:
         """Return whether nothing is left to do: an earlier run of this source finished, and all its files are there."""
         done = journal is not None and journal["done"] and not self._overwrite
         self.complete = done and all(self.is_finished(name) for name in self.contents.files)
@@ -351,6 +351,11 @@ class Claim:
             return False
 
         self.resumed = True
+        # Clean up after a run that was killed at its very end, unless the directory is read-only.
+        if self._lock is None and destination.WORK in found:
+            with suppress(OutputError):
+                self._take_lock()
+                self._unlock()
         return not self.changed_sources
 
     def _read_earlier(self) -> tuple[dict[str, Any] | None, _Found]:

@@ -26,7 +26,7 @@ from ..formats.quantization import (
 from ..formats.schemes import Scheme, as_written, without_targets
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
-from ..plan.plan import Plan
+from ..plan.plan import Plan, output_config
 from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.find import pairs
 from .headers import Findings, Headers, check_fused, check_head, check_listed, check_unlisted
@@ -113,8 +113,10 @@ def check_finished(root: Path, plan: Plan) -> None:
         SourceError: the output cannot be opened.
     """
     checkpoint = open_checkpoint(root)
-    problems = []
-    if plan.quantization_config:
+    differences = config_differences(checkpoint.config, output_config(plan))
+    problems = [f"config.json: {difference.text('the plan has')}" for difference in differences]
+
+    if plan.quantization_config and not problems:
         # The generic entry says nothing of engines.
         model = None if plan.model.name == GENERIC.name else plan.model
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, plan.files, ours=True)
@@ -157,11 +159,18 @@ def require_sound(root: Path, files: Set[str]) -> None:
 
 def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
     """One line for each problem that shows without reading tensors."""
-    problems = []
     if quantization_places(checkpoint.config):
         model = known_architecture(checkpoint)
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, files, ours=True)
         problems = findings.problems
+
+    else:
+        problems = [
+            f"{checkpoint.where[info.name].shard}: {info.name} is {info.dtype}, but config.json has no "
+            "quantization_config"
+            for info in checkpoint.tensors.values()
+            if info.dtype.startswith("F8_")
+        ]
 
     shards = {name for name in files if is_shard(name)}
     problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]

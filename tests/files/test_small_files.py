@@ -28,6 +28,7 @@ BROKEN_JSON = [
     ("{}".encode("utf-16"), "begins with a byte-order mark, which engines do not read"),
     ("\ufeff{}".encode(), "begins with a byte-order mark, which engines do not read"),
     (b"{", "is not valid JSON: Expecting property name"),
+    (b"[" * 65 + b"]" * 65, "is nested more than 64 levels deep"),
     (b"[" * 10**6, "is not valid JSON: "),
     (b"1" * (sys.get_int_max_str_digits() + 1), "is not valid JSON: Exceeds the limit"),
 ]

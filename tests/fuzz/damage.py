@@ -154,7 +154,7 @@ def text_of(rng: random.Random, value: Any) -> bytes:
     if way == 5:
         return (text[:-1] + ', "a": 1, "a": 2' + text[-1]).encode()
     if way == 6:
-        depth = rng.choice([50, 5000])
+        depth = rng.choice([50, 70, 900, 5000])
         return (text[:-1] + ', "x": ' + "[" * depth + "]" * depth + text[-1]).encode()
     return text.encode(errors="replace")
 

@@ -349,6 +349,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config": ("config.json", lambda path: path.write_text("{"), "config.json is not valid JSON: "),
     "index": (INDEX, lambda path: path.write_text("[]"), f"{INDEX} has no weight_map "),
     "short index": (INDEX, changed(lambda index: index["weight_map"].pop("lm_head.weight")), "lm_head.weight, which"),
+    "no quantization": ("config.json", changed(lambda config: config.pop("quantization_config")),
+                        " is F8_E4M3, but config.json has no quantization_config"),
     "listed": ("config.json", changed(lambda config: config["quantization_config"]["ignored_layers"].append(LISTED)),
                "config.json: ignored_layers lists model.layers.1."),
 }  # fmt: skip
