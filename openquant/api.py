@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,19 @@ from .calibration.run import read_texts, run_texts, texts_needs, texts_steps
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
-from .errors import OutputError, SourceError, UsageError
-from .files.cards import evaluation_notes, metadata_notes, source_of, split_card, stated_facts
+from .errors import SourceError, UsageError
+from .files.cards import evaluation_notes, metadata_notes, source_of, split_card
 from .files.checkpoint import readable
-from .files.destination import DiskSpace, Needs, Provenance, find_shortages, finished_files, output_errors, read_journal
-from .files.model_files import CARD_FILE, INDEX_FILE, belonging, damaged_json, is_shard, read_small
+from .files.destination import (
+    DiskSpace,
+    Needs,
+    Provenance,
+    find_shortages,
+    finished_files,
+    output_errors,
+    stated_facts,
+)
+from .files.model_files import CARD_FILE, damaged_json, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.hardware import KEPT
 from .formats.schemes import SCHEMES, find_scheme
@@ -273,7 +281,7 @@ def _plan_dequantized(opened: Opened) -> Job:
     """Make the plan of dequantize()."""
     with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
-        if stated_facts(opened.checkpoint).smoothed:
+        if stated_facts(opened.checkpoint.root).smoothed:
             plan = replace(plan, notes=(*plan.notes, FOLDED))
     return prepare(opened, plan)
 
@@ -283,7 +291,7 @@ def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     if run.push is not None:
         shards = [shard.name for shard in plan.layout.shards] if plan else []
         publisher = Publisher(run.push, Path(), "", shards)
-        ranks.first_does(publisher.require_writable)
+        ranks.first_does(lambda: publisher.prepare(b"", creates=False))
 
 
 def _report_plan(job: Job, texts: CalibrationTexts) -> DiskSpace:
@@ -368,7 +376,7 @@ def _preview_push(job: Job, publisher: Publisher) -> str:
     """
     if job.plan.lacks:
         # Neither the card nor what tells the uploads of this plan from others is final.
-        publisher.require_writable()
+        publisher.prepare(b"", creates=False)
         return f"the run pushes to {publisher.repo}: {_commit_to(publisher)}"
 
     job.source.fetch_files([CARD_FILE])
@@ -638,24 +646,9 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
     """Check a finished directory; what publishes it, and the files beside its shards."""
     digest, files = finished_files(path)
     require_sound(path, files)
-    _refuse_strangers(path, files)
     shards = [name for name in files if is_shard(name)]
     publisher = Publisher(target, path, digest, shards)
     return publisher, sorted([*files.difference(shards), *take_evaluation(publisher)])
-
-
-def _refuse_strangers(path: Path, files: Collection[str]) -> None:
-    """Refuse an output with files that compress() does not copy: earlier versions copied all there was."""
-    journal = read_journal(path) or {}
-
-    with output_errors(path, "read"):
-        belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
-    strangers = sorted(name for name in files if name not in belong and not is_shard(name) and name != INDEX_FILE)
-    if strangers:
-        raise OutputError(
-            f"{path / strangers[0]} is no file of a model, and would be public",
-            "convert the source again with this version; --copy PATTERN takes such files along",
-        )
 
 
 def _published_card(path: Path) -> bytes:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_WORLD_SIZE = 1 << 16
 # Seconds between two looks at the store: while a rank waits, at first and later; and while it works.
 POLL = 0.02
 WAKE = 0.2
@@ -108,24 +107,24 @@ class Ranks:
         """
         if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
             return cls()
-        size = _number(environment, "WORLD_SIZE", 1, MAX_WORLD_SIZE)
-        rank = _number(environment, "RANK", 0, size - 1, f": WORLD_SIZE is {size}")
-        if size == 1:
-            return cls()
-
-        local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, default=str(size))
-        because = f": LOCAL_WORLD_SIZE is {local_size}"
-        local_rank = _number(environment, "LOCAL_RANK", 0, local_size - 1, because, default=str(rank % local_size))
-        if not environment.get("MASTER_ADDR"):
-            raise UsageError(f"RANK={rank} and WORLD_SIZE={size} are set, MASTER_ADDR is not", _HINT)
-
-        rendezvous = Rendezvous(
-            environment["MASTER_ADDR"],
-            _number(environment, "MASTER_PORT", 1, 65535),
-            # As torch.distributed.rendezvous reads them.
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
+        try:
+            rank = int(environment["RANK"])
+            size = int(environment["WORLD_SIZE"])
+            if (rank, size) == (0, 1):
+                return cls()
+            local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+            local_rank = int(environment.get("LOCAL_RANK", rank % max(1, local_size)))
+            if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+                raise ValueError(f"RANK is {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}")
+            rendezvous = Rendezvous(
+                environment["MASTER_ADDR"],
+                int(environment["MASTER_PORT"]),
+                # As torch.distributed.rendezvous reads them.
+                environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            )
+        except (KeyError, ValueError) as error:
+            raise UsageError(f"the environment of ranks makes no sense: {error}", _HINT) from None
         return cls(rank, size, local_rank, local_size, rendezvous)
 
     @property
@@ -284,15 +283,6 @@ def attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 _HINT = "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
-
-
-def _number(
-    environment: Mapping[str, str], name: str, low: int, high: int, because: str = "", default: str = ""
-) -> int:
-    text = environment.get(name, default)
-    if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
-        return int(text)
-    raise UsageError(f"{name}={text} is no number from {low} to {high}{because}", _HINT)
 
 
 class _PeerError(OutputError):

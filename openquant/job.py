@@ -19,7 +19,7 @@ from .distributed import RERUN_CONTINUES, Ranks
 from .errors import UsageError
 from .files.checkpoint import Checkpoint, Fingerprint, Stamp
 from .files.destination import WeightFacts
-from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
+from .files.output import Claim, OutputContents, refuse_overlap
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import available_cpus, find_device
@@ -154,13 +154,10 @@ def open_source(run: Run, ranks: Ranks, reporter: Reporter) -> Opened:
     Raises:
         SourceError: there is no such source, or it cannot be read.
         UsageError: there is no such device, `run.output` is "", or `open_model` refuses the options.
-        OutputError: the output is the root of the file system.
     """
     device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
-    if run.output is not None:
-        if not os.fspath(run.output):
-            raise UsageError("-o is empty", "give a directory, or leave -o out")
-        refuse_root(Path(run.output))
+    if run.output is not None and not os.fspath(run.output):
+        raise UsageError("-o is empty", "give a directory, or leave -o out")
 
     source, checkpoint = open_model(run.model, run.revision, run.stream, run.copy)
     with without_collector():
@@ -341,11 +338,12 @@ def claim_of(job: Job, generated: Mapping[str, bytes], publisher: Publisher | No
         # Each rank keeps source shards of its own on disk.
         scratch += scratch_bytes(source, source_needs(source, plan)) * job.ranks.size
 
+    transforms = plan.options.transforms
     contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
         files,
-        plan.provenance._replace(copy=run.copy),
+        plan.provenance._replace(copy=run.copy, smoothing=transforms.scales if transforms else {}),
         _weight_facts(plan),
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=scratch,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import OpenQuantError, UsageError
+from .errors import UsageError
 
 # A browser's Python, which plans, has none. Imported here because an error about too many open files needs it.
 with suppress(ImportError):
@@ -20,12 +19,10 @@ with suppress(ImportError):
 # The CPU time that a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
-# Control groups, which limit memory: their directory, and the file that names those of this process.
+# Control groups, which limit memory (admin-guide/cgroup-v2.rst): their directory, and the file that names those of this
+# process.
 _GROUPS = Path("/sys/fs/cgroup")
 _MINE = Path("/proc/self/cgroup")
-# The files with a group's limit and the statistic of its used memory, in both versions of control groups
-# (admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
-_LIMITS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "total_rss")}
 
 # Parameters of mallopt (glibc's malloc.h) and their values. Arrays of 4 MB or more get memory from the system, which
 # clears it and takes it back; smaller ones reuse freed memory, of which up to 32 MB is kept. With the defaults, memory
@@ -36,18 +33,6 @@ _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _ARENA_MAX = -8
 _KEPT = ((_TRIM_THRESHOLD, 1 << 25), (_MMAP_THRESHOLD, 1 << 22))
-
-# Address space that importing numpy takes.
-NUMPY_MEMORY = 96 << 20
-
-
-def require_room() -> None:
-    """Check that there is memory to import numpy; without it OpenBLAS would end the process with its own message.
-
-    Raises:
-        OSError: there is too little memory.
-    """
-    mmap.mmap(-1, NUMPY_MEMORY).close()
 
 
 def available_cpus(quota: Path = _QUOTA) -> int:
@@ -85,19 +70,15 @@ def _left_in_groups(groups: Path, mine: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        # Lines are "0::/user.slice" in version 2, "4:memory:/user.slice" in version 1.
+        # "0::/user.slice"; version 1 has other controllers, "4:memory:/user.slice".
         _, controller, path = line.split(":", 2)
-        if controller not in _LIMITS:
-            continue
-
-        limit, used = _LIMITS[controller]
-        for parent in [Path(path), *Path(path).parents]:
-            group = groups / controller / parent.relative_to("/")
+        for parent in [] if controller else [Path(path), *Path(path).parents]:
+            group = groups / parent.relative_to("/")
             # Without a limit the file is missing or says "max"; a container does not see the groups of its host.
             with suppress(OSError, ValueError):
-                size = int((group / limit).read_text())
+                size = int((group / "memory.max").read_text())
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield size - int(statistics.get(used, 0))
+                yield size - int(statistics.get("anon", 0))
 
 
 def find_device(name: str, number: int) -> str:
@@ -206,50 +187,15 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def reached_limit(error: BaseException) -> OpenQuantError | None:
-    """Return an error that names the limit of this process, such as that of open files, which caused another error.
-
-    Args:
-        error: the error; its causes are looked at too.
-
-    Returns:
-        The error with message and hint; None if no limit caused it.
-    """
-    for cause in _causes(error):
-        explanation = _limit_behind(cause)
-        if explanation is not None:
-            message, hint = explanation
-            if isinstance(error, OpenQuantError):
-                message = f"{error.message} ({message})"
-            return OpenQuantError(message, hint)
-    return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors from which, or while handling which, it was raised."""
+def without_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from or while handling, is that memory ran out."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        yield error
+        # The system's loader gives no error number for a library that does not fit into memory.
+        text = str(error).lower()
+        unloaded = isinstance(error, ImportError) and ("failed to map" in text or "cannot allocate" in text)
+        if isinstance(error, MemoryError) or unloaded or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
         error = error.__cause__ or error.__context__
-
-
-def _limit_behind(error: BaseException) -> tuple[str, str] | None:
-    """Return message and hint for an error that a limit caused; None if none did."""
-    number = error.errno if isinstance(error, OSError) else None
-    text = str(error).lower()
-
-    if number in (errno.EMFILE, errno.ENFILE):
-        return ("no more files can be opened", "raise that limit (ulimit -n), then run the same command again")
-
-    if isinstance(error, RuntimeError) and "can't start new thread" in text:
-        return (
-            "no thread can be started",
-            "raise the limits of processes and memory (ulimit -u and -v, or the container's), or use fewer --workers",
-        )
-
-    # The system's loader gives no error number for a library that does not fit into memory.
-    unloaded = isinstance(error, (ImportError, OSError)) and ("failed to map" in text or "cannot allocate" in text)
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or unloaded:
-        return "memory ran out", "raise the limit of memory (ulimit -v, or the container's), or use fewer --workers"
-    return None
+    return False

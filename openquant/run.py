@@ -187,7 +187,7 @@ class _Writer:
                 publisher.forget_uploads()
             claim.discard(outdated)
         if publisher:
-            publisher.prepare(self.generated[CARD_FILE], job.source.downloaded_commit())
+            publisher.prepare(self.generated[CARD_FILE])
 
         unfinished = [shard.name for shard in layout.shards if not claim.is_finished(shard.name)]
         return None if claim.complete else unfinished, publisher.repo if publisher else ""

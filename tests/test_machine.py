@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import platform
 from pathlib import Path
@@ -26,24 +25,21 @@ def test_a_container_s_share_of_the_cpus_counts(tmp_path: Path) -> None:
 
 
 def test_the_memory_that_a_group_has_left_counts(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for (line, root, limit, held), group in itertools.product(
-        [("0::/a/b", "", "memory.max", "anon"), ("4:memory:/a/b", "memory", "memory.limit_in_bytes", "total_rss")],
-        [".", "a", "a/b"],
-    ):
-        with subtests.test(line=line, group=group):
-            groups = tmp_path / f"{limit}-{group}".replace("/", "-")
-            here = groups / root / group
+    for group in (".", "a", "a/b"):
+        with subtests.test(group=group):
+            groups = tmp_path / group.replace("/", "-").replace(".", "top")
+            here = groups / group
             here.mkdir(parents=True)
-            (groups / "mine").write_text(f"9:name=systemd:/a\n{line}\n")
+            (groups / "mine").write_text("9:name=systemd:/a\n0::/a/b\n")
             free = available_memory(groups, groups / "mine")
             assert free > 100_000_000
-            (here / limit).write_text("max\n")
+            (here / "memory.max").write_text("max\n")
             # Pages of files make room.
-            (here / "memory.stat").write_text(f"{held} 30000000\nfile 69000000\n")
+            (here / "memory.stat").write_text("anon 30000000\nfile 69000000\n")
             assert available_memory(groups, groups / "mine") > 0.5 * free
-            (here / limit).write_text("100000000\n")
+            (here / "memory.max").write_text("100000000\n")
             assert available_memory(groups, groups / "mine") == 70_000_000
-            (here / limit).write_text("20000000\n")
+            (here / "memory.max").write_text("20000000\n")
             assert available_memory(groups, groups / "mine") == 0
 
 

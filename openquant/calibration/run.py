@@ -652,7 +652,7 @@ def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTran
 
     transforms = combine_transforms(parts, plan)
     title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
-    return WeightTransforms(transforms.weights, transforms.tensors, tuple(notes), title)
+    return replace(transforms, notes=tuple(notes), title=title)
 
 
 class _ScaleSearch:

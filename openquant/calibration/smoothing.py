@@ -76,11 +76,13 @@ class MappingTransforms(NamedTuple):
         mapping: the mapping.
         scale: float32 [channels], by which the smooth_layer's outputs are divided.
         tensors: new bytes of the norm, or of the smooth_layer's bias, by tensor name, in their dtype and shape.
+        chosen: the scale that was asked for, as `scale_text` writes it.
     """
 
     mapping: SmoothingMapping
     scale: Floats
     tensors: Mapping[str, bytes]
+    chosen: str
 
 
 def usable_mappings(plan: Plan) -> UsableMappings:
@@ -207,7 +209,7 @@ def nearest_powers_of_two(ideal: Floats) -> Floats:
 def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> Floats:
     """Return `scale` with 1 for channels whose row in the smooth_layer is all zeros.
 
-    `verify` recognizes scales by the sizes of rows in the output, which says nothing of a row of zeros.
+    Nothing goes through such a channel, so that no scale is better than another.
 
     Args:
         mapping: a smooth_layer and its balance_layers.
@@ -246,6 +248,7 @@ def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader
         SourceError: the norm or the bias cannot be read.
     """
     tensors: dict[str, bytes] = {}
+    chosen = scale_text(scale)
     rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
     for name in _vectors(mapping.smooth_layer, plan):
         info = plan.decoded.tensors[name]
@@ -257,7 +260,40 @@ def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader
             with np.errstate(over="ignore"):
                 divided[rows] /= scale
         tensors[name] = from_float32(divided, info.dtype).tobytes()
-    return MappingTransforms(mapping, scale, tensors)
+    return MappingTransforms(mapping, scale, tensors, chosen)
+
+
+# The letter of the scale 1; those before and after it are of smaller and larger powers of two.
+_ONE = ord("i")
+
+
+def scale_text(scale: Floats) -> str:
+    """Write a scale as a journal has it: a letter for each channel, "hij" for 0.5, 1 and 2.
+
+    Args:
+        scale: float32 [channels] of powers of two.
+    """
+    return (np.log2(scale) + _ONE).astype(np.uint8).tobytes().decode()
+
+
+def repeat_smoothing(chosen: Mapping[str, str], plan: Plan) -> WeightTransforms:
+    """Make the transforms of an earlier run anew.
+
+    Args:
+        chosen: its scale for each smooth_layer, as `scale_text` writes it. What does not fit the plan is left out.
+        plan: the plan of its source, without smoothing.
+
+    Raises:
+        SourceError: a norm or a bias cannot be read.
+    """
+    reader = Reader(plan.decoded.where, plan.decoded.root.joinpath)
+    parts = []
+    for mapping in usable_mappings(plan).mappings:
+        letters = np.frombuffer(chosen.get(mapping.smooth_layer, "").encode(), np.uint8)
+        if len(letters) == mapping.channels:
+            scale = np.exp2(letters.astype(np.float32) - _ONE)
+            parts.append(apply_smoothing(mapping, scale, plan, reader))
+    return combine_transforms(parts, plan)
 
 
 def read_vector(info: TensorInfo, reader: Reader) -> Floats:
@@ -316,7 +352,10 @@ def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> Weight
     rows: dict[str, Floats] = {}
     tensors: dict[str, bytes] = {}
 
-    for mapping, scale, new_tensors in parts:
+    scales: dict[str, str] = {}
+
+    for mapping, scale, new_tensors, chosen in parts:
+        scales[mapping.smooth_layer] = chosen
         tensors |= new_tensors
         # One array for all balance_layers: a layer may have hundreds of experts.
         factors = mapping.column_factors(scale)
@@ -330,7 +369,7 @@ def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> Weight
 
     modules = dict.fromkeys([*columns, *rows])
     return WeightTransforms(
-        {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors
+        {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors, scales=scales
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import options
 from ..errors import OpenQuantError, UsageError
-from ..machine import reached_limit, require_room
+from ..machine import without_memory
 from . import console
 from .arguments import SHELLS, Parser, compress_parser, verb_parser
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
+_NO_MEMORY = "raise the limit of memory (ulimit -v, or the container's), or use fewer --workers"
 # Verbs that keep nothing of what they have computed; but `fit --search` keeps scores.
 _FROM_THE_BEGINNING = ("diagnose", "explain", "fit", "verify")
 
@@ -151,12 +152,13 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         try:
             if mistake is not None:
                 raise mistake
-            require_room()
             return VERBS[given["verb"]](Call(given, ranks, interrupts))
         except Exception as error:
             # After an interrupt, other errors follow from it.
             interrupts.check()
-            cause = reached_limit(error) or error
+            cause = error
+            if without_memory(error):
+                cause = OpenQuantError("memory ran out", _NO_MEMORY)
             if not isinstance(cause, OpenQuantError):
                 raise
             if ranks.speaks:

@@ -70,12 +70,7 @@ class Interrupts:
 
 
 def mend_streams() -> None:
-    """Open standard streams that were closed at the start, and escape characters that a stream cannot encode."""
-    for name, way, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
-        # A stream that was closed at the start is None. No file that is opened later may get its number.
-        if getattr(sys, name) is None:
-            # Printing to such a stdout fails, as in other programs.
-            setattr(sys, name, os.fdopen(os.open(os.devnull, way), mode))
+    """Escape characters that a standard stream cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -249,7 +244,6 @@ class Terminal(Reporter):
         self.stage = stage
 
         self.plan: Plan | None = None
-        self.planned_lines: frozenset[str] = frozenset()
         self.printed_notes: set[str] = set()
         self.space: DiskSpace | None = None
         self.failure: OSError | None = None
@@ -271,32 +265,26 @@ class Terminal(Reporter):
         self.space = space
 
     def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
+        """Print the plan on stdout, of a second plan only new notes; if `quiet`, only the notes, on stderr."""
         self.close()
+        is_first = self.plan is None
         self.plan = plan
         others = self.space.notes if self.space else ()
-        self._new_notes([*plan.notes, *others])
+        new_notes = self._new_notes([*plan.notes, *others])
         if self.quiet:
+            return
+        if not is_first:
+            if new_notes:
+                self._print("\n".join(paragraphs(new_notes, columns())))
             return
         from ..job import expected_download
         from ..report.text import details_text, plan_text
 
-        printed_lines = self.planned_lines
-
-        def planned_text(width: int | None) -> str:
-            download = expected_download(source, plan)
-            text = plan_text(plan, source.place, output, download, others, self.space, width)
-            if self.verbose:
-                text += f"\n{details_text(plan, width)}"
-            return text
-
-        lines = planned_text(None).split("\n")
-        self.planned_lines = frozenset(lines)
-        new_lines = [line for line in lines if line not in printed_lines]
-        if new_lines and printed_lines:
-            self._print("\n".join(paragraphs(new_lines, columns())))
-        elif new_lines:
-            self._print(planned_text(columns()))
+        width = columns()
+        text = plan_text(plan, source.place, output, expected_download(source, plan), others, self.space, width)
+        if self.verbose:
+            text += f"\n{details_text(plan, width)}"
+        self._print(text)
 
     def on_note(self, about: str) -> None:
         """Print the line that describes what begins, or what --fit and --search measure."""
@@ -397,8 +385,6 @@ class Progress:
         self.before = self.done
         self.stream = sys.stderr
         self.bar: Any = None
-        # Whether the time that is left was said: of passes, which take long, as soon as it can be estimated.
-        self.said = self.lines or self.unit == "bytes"
         self.start = time.monotonic()
         self.between = self.SECONDS_BETWEEN_OBJECTS if self.lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.start + self.between
@@ -418,11 +404,6 @@ class Progress:
     def advance(self, count: int) -> None:
         """Add to the units that are done, and draw or print now and then."""
         self.done += count
-        left = self._seconds_left()
-        if left is not None and not self.said:
-            self.said = True
-            self._say(f"{self.doing}: about {spoken(left)} left")
-
         if self.bar is not None:
             try:
                 self.bar.update(count)
@@ -434,17 +415,10 @@ class Progress:
                 self._object()
             else:
                 line = f"{100 * self.done / self.total:.0f} % {self.did}"
+                left = self._seconds_left()
                 if left is not None:
                     line += f", about {spoken(left)} left"
                 say(line, self.stream)
-
-    def _say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self.bar is None:
-            say(text, self.stream)
-            return
-        with suppress(OSError):
-            self.bar.write(text, file=self.stream)
 
     def _seconds_left(self) -> float | None:
         """Estimate the time that is left from the speed so far; None until a hundredth is done."""

@@ -39,9 +39,8 @@ from ..data.corpus import Corpus
 from ..data.tokenizer import Tokenizer
 from ..distributed import Ranks
 from ..errors import SourceError, UsageError
-from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
-from ..files.destination import WeightFacts
+from ..files.destination import WeightFacts, stated_facts
 from ..streaming.interleaved import holds_experts
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
@@ -534,8 +533,8 @@ class OutputUnderTest:
 
     @cached_property
     def facts(self) -> WeightFacts:
-        """What was done to its weights, by its journal or model card."""
-        return stated_facts(self.subject.checkpoint)
+        """What was done to its weights, by its journal."""
+        return stated_facts(self.subject.checkpoint.root)
 
     @property
     def last(self) -> int:

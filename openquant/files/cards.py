@@ -3,31 +3,29 @@
 That part stands first, and the source's own text after it, under SOURCE_HEADING. So nothing in the source's text can
 pass for ours or swallow it.
 
-Reads and checks eval.json, the result of `openquant eval`. Anybody may have written or changed it.
+Reads eval.json, the result of `openquant eval`.
 
 evaluation = read_evaluation(Path("Qwen3-8B-FP8"))
-evaluation["kl"]["mean"]            # 0.00129: always a finite number
+evaluation["kl"]["mean"]            # 0.00129
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
 from collections.abc import Container, Mapping
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
 import yaml
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, Fingerprint, readable
-from .destination import FileKind, WeightFacts, facts_in, read_journal
-from .model_files import CARD_FILE, EVAL_FILE, EVAL_PAGE, EVAL_PICTURE, MAX_SMALL, parse_json, read_small, short_repr
+from .destination import FileKind
+from .model_files import CARD_FILE, EVAL_FILE, EVAL_PAGE, EVAL_PICTURE, MAX_SMALL, parse_json, read_small
 
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
@@ -48,8 +46,6 @@ _EVALUATION = re.compile(
     r"```\n(?:openquant verify [^\n]*\n)?openquant eval [^\n]*\n```\n(?:\n|\Z)",
     re.MULTILINE,
 )
-# Its commands, up to the repository.
-_CHECKS = re.compile(r"^(openquant (?:verify|eval)) \S+ ", re.MULTILINE)
 # The first commands in that part, and the command that starts each engine.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
 # The option of each engine for the longest sequence.
@@ -61,17 +57,8 @@ _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: 
 # What python_call() returns.
 _CALL = re.compile(r'(?<=^llm = )LLM\("(?:[^"\\]|\\.)*"(?:, revision="[^"]*")?', re.MULTILINE)
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
-# Value of the row "rounded by" for weights that are not rounded to nearest.
-ROUNDED_BY_GPTQ = "GPTQ"
-# Bytes of metadata. Models with results of many benchmarks have a few hundred kilobytes.
-_MAX_METADATA = 1 << 20
-# Nesting of YAML, and characters of a number or date. What has more is an attack on readers of the card.
-_MAX_DEPTH = 64
-_MAX_NUMBER = 64
 # libyaml's parser is ten times as fast, but not always installed.
 _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_TAG = "tag:yaml.org,2002:"
-_TYPED = tuple(f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "timestamp"))
 # Errors of PyYAML for text that is not YAML.
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
@@ -121,34 +108,6 @@ def source_commit(card: str, repo: str) -> str | None:
     return found and found[1]
 
 
-def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
-    """Return what was done to the weights of an output, by its journal; by its card if it has none, as on the Hub.
-
-    Args:
-        checkpoint: the opened output, or any other checkpoint.
-
-    Raises:
-        SourceError: the card cannot be read.
-        OutputError: the journal cannot be read, or is not a journal.
-    """
-    journal = read_journal(checkpoint.root)
-    facts = None if journal is None else facts_in(journal)
-    if facts is not None:
-        return facts
-    return card_facts(card_of(checkpoint))
-
-
-def card_facts(card: str) -> WeightFacts:
-    """Return what a model card of openquant says of the weights; nothing if others wrote it.
-
-    Args:
-        card: the text of README.md.
-    """
-    lines = _own_part(card).splitlines()
-    gptq = any(line.startswith(f"| rounded by | {ROUNDED_BY_GPTQ}, ") for line in lines)
-    return WeightFacts(gptq=gptq, smoothed=any(line.startswith("| folded |") for line in lines))
-
-
 def _own_part(card: str) -> str:
     """Return the part of a card that openquant wrote; "" if there is none."""
     span = _own_span(card)
@@ -196,33 +155,15 @@ def with_evaluation(card: str, evaluation: str) -> str:
     """
     start, end = _own_span(card) or (0, len(card))
     part = _EVALUATION.sub("", card[start:end]).rstrip()
+    if "\n| folded |" in part:
+        # What verify needs to smooth the source is in the journal, which is not published.
+        evaluation = re.sub(r"(?m)^openquant verify .*\n", "", evaluation)
     own = evaluation
     if part:
         own = f"{part}\n\n{evaluation}"
     if end < len(card):
         own += "\n"
     return card[:start] + own + card[end:]
-
-
-def evaluation_in(card: str) -> str | None:
-    """Return the part of a card that with_evaluation() wrote; None if there is none.
-
-    Args:
-        card: the text of README.md.
-    """
-    start, end = _own_span(card) or (0, len(card))
-    found = _EVALUATION.search(card[start:end])
-    return found and f"{found[0].rstrip()}\n"
-
-
-def with_repository(figures: str, name: str) -> str:
-    """Replace the repository in the commands of a card's figures.
-
-    Args:
-        figures: the part of the card that with_evaluation() wrote.
-        name: "org/name", or "org/name@refs/pr/1" in an open pull request.
-    """
-    return _CHECKS.sub(lambda match: f"{match[1]} {shell_word(name)} ", figures)
 
 
 # Scalars that YAML reads as null.
@@ -245,7 +186,7 @@ def split_card(card: str) -> tuple[str, dict[str, Any], str]:
     if not front_matter.group(1).strip():
         return "", {}, card[front_matter.end() :]
     metadata = front_matter.group(1).replace("\r\n", "\n").strip("\n") + "\n"
-    mapping = _compose(metadata, _LOADER)
+    mapping = _compose(metadata)
     kept = None if mapping is None else _without(metadata, mapping)
     if mapping is None or kept is None:
         return "", {}, card
@@ -271,58 +212,26 @@ def metadata_notes(keys: Container[str], path: str) -> list[str]:
     return [f"{named}: add {lines} to the metadata at the top of {path}"]
 
 
-def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
+def _compose(metadata: str) -> yaml.MappingNode | None:
     """Parse a YAML text; None if it is not a simple mapping.
 
-    Aliases of collections are refused, because a few lines of them expand to gigabytes.
+    Aliases are refused, because a few lines of them expand to gigabytes.
     """
-    if len(metadata) > _MAX_METADATA:
-        return None
     try:
-        depth = 0
-        scalars = set()
-        for event in yaml.parse(metadata, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            # compose() refuses anchors that are given twice, so these name scalars only.
-            if isinstance(event, yaml.ScalarEvent):
-                scalars.add(event.anchor)
-            if depth > _MAX_DEPTH or (isinstance(event, yaml.AliasEvent) and event.anchor not in scalars):
-                return None
-
-        node = yaml.compose(metadata, Loader=loader)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(metadata, Loader=_LOADER)):
+            return None
+        node = yaml.compose(metadata, Loader=_LOADER)
     except _NOT_YAML:
         return None
-    if not isinstance(node, yaml.MappingNode) or not node.value or not _is_readable(node):
+    if not isinstance(node, yaml.MappingNode) or not node.value:
         return None
     return node
-
-
-def _is_readable(node: yaml.Node) -> bool:
-    """Return whether other readers, such as the Hub, can construct the value, and it has no endless number."""
-    if isinstance(node, yaml.MappingNode):
-        pairs = node.value
-        return node.tag == f"{_TAG}map" and all(
-            isinstance(key, yaml.ScalarNode) and _is_readable(key) and _is_readable(value) for key, value in pairs
-        )
-    if isinstance(node, yaml.SequenceNode):
-        return node.tag == f"{_TAG}seq" and all(map(_is_readable, node.value))
-    if node.tag == f"{_TAG}str":
-        return True
-
-    if node.tag not in _TYPED or len(node.value) > _MAX_NUMBER:
-        return False
-    try:
-        yaml.SafeLoader.yaml_constructors[node.tag](yaml.constructor.SafeConstructor(), node)
-    except (LookupError, ValueError, ArithmeticError, AttributeError, TypeError):
-        # Errors of constructors if the text does not fit the tag.
-        return False
-    return True
 
 
 def _text_of(node: yaml.Node) -> Any:
     """Return a node's value with scalars as strings, because YAML reads the language code "no" as a boolean."""
     if isinstance(node, yaml.MappingNode):
-        return {key.value: _text_of(value) for key, value in node.value}
+        return {str(key.value): _text_of(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_text_of(value) for value in node.value]
     return node.value
@@ -348,8 +257,7 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
     # Cut text is not valid YAML after braces around the mapping or an end marker. Then it is serialized anew.
     expected = {**_text_of(yaml.MappingNode(mapping.tag, pairs)), "openquant": "x"}
     for text in (kept, yaml.serialize(yaml.MappingNode(mapping.tag, pairs, flow_style=False), allow_unicode=True)):
-        # PyYAML's own loader, because libyaml accepts some tabs that other readers refuse.
-        with_another = _compose(f"{text}openquant: x\n", yaml.SafeLoader)
+        with_another = _compose(f"{text}openquant: x\n")
         if with_another is not None and _text_of(with_another) == expected:
             return text
     return None
@@ -363,18 +271,7 @@ def shell_word(path: str) -> str:
     """
     if path.startswith("-"):
         path = f"./{path}"
-    if path.isprintable():
-        return shlex.quote(path)
-    # The quoting of bash and zsh for control characters: $'a\x0ab'.
-    return f"$'{''.join(map(_escape, path))}'"
-
-
-def _escape(letter: str) -> str:
-    if letter in "'\\":
-        return f"\\{letter}"
-    if letter.isprintable():
-        return letter
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter))
+    return shlex.quote(path)
 
 
 def published_card(card: str, repo: str, revision: str | None) -> str:
@@ -461,95 +358,11 @@ def base_models(card: str) -> list[str]:
 
 
 AGAIN = "run openquant eval again, or remove it"
-# Longest list, and characters of the longest text.
-MAX_ITEMS = 100_000
-MAX_CHARACTERS = 1 << 20
-
-
-class Nullable(NamedTuple):
-    """A value that may be null."""
-
-    kind: Any
-
-
-class _Finite:
-    """Marks a number that may have any finite size, because it is not plotted."""
-
-
-# Plotted numbers are below 1e100, because matplotlib overflows with numbers near the largest float.
-NUMBER = float
-FINITE = _Finite
-COUNT = int
-TEXT = str
-_LARGEST = 1e100
-INTERVAL = Nullable((NUMBER, NUMBER))
-# Scores of source and output in one metric; and the figures of a task.
-PAIR: dict[str, Any] = {
-    "source": NUMBER,
-    "output": NUMBER,
-    "difference": NUMBER,
-    "difference_interval": (NUMBER, NUMBER),
-    "recovery": Nullable(NUMBER),
-    "recovery_interval": INTERVAL,
-}
-TASK: dict[str, Any] = {
-    "task": TEXT,
-    "questions": COUNT,
-    "metrics": [{"metric": TEXT, **PAIR, "p": NUMBER, "lost": COUNT, "gained": COUNT}],
-    "answered_otherwise": NUMBER,
-    "kl": NUMBER,
-}
-# The keys that are read, and the kind of each value: a number, count or text, a list of one kind, a tuple for a list of
-# that length, or an object. Keys that end in "?" may be missing; other keys of the file are ignored.
-SCHEMA: dict[str, Any] = {
-    "kl": {
-        "mean": NUMBER,
-        "interval": INTERVAL,
-        "median": NUMBER,
-        "p90": NUMBER,
-        "p99": NUMBER,
-        "p999": NUMBER,
-        "max": NUMBER,
-        "share_above_0.1": NUMBER,
-    },
-    "kl_by_confidence": [{"from": NUMBER, "to": NUMBER, "positions": COUNT, "kl": Nullable(NUMBER)}],
-    "kl_by_position": [{"from": NUMBER, "to": NUMBER, "kl": Nullable(NUMBER)}],
-    "kl_by_domain": [{"domain": TEXT, "positions": COUNT, "kl": NUMBER, "interval": INTERVAL}],
-    "kl_histogram": {"edges": [NUMBER], "output": [NUMBER], "floor": [NUMBER]},
-    "top1": NUMBER,
-    "top5": NUMBER,
-    "perplexity": {"source": FINITE, "output": FINITE, "ratio": FINITE, "interval": Nullable((FINITE, FINITE))},
-    "rms_dp": NUMBER,
-    "weights_only": {"kl": NUMBER, "top1": NUMBER},
-    "floor": {"kl": NUMBER, "top1": NUMBER, "interval?": INTERVAL, "perplexity?": FINITE},
-    "layers": [{"layer": TEXT, "distance": NUMBER, "floor?": Nullable(NUMBER), "routed_otherwise?": Nullable(NUMBER)}],
-    # With `text`: the most likely tokens of both along that text. Without it: their answers to a prompt.
-    "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "text?": TEXT, "differs_at": Nullable(COUNT)}],
-    "tasks?": {
-        "named": [TEXT],
-        "limit": Nullable(COUNT),
-        "questions": COUNT,
-        "tasks": [TASK],
-        "pooled": TASK,
-        "mean": [{"metric": TEXT, "tasks": COUNT, **PAIR}],
-        "reading": TEXT,
-    },
-    "verdict": TEXT,
-    "reasons": [TEXT],
-    "suspects": [TEXT],
-    "sizes": {"source": COUNT, "output": COUNT},
-    "text": {
-        "files?": [TEXT],
-        "dataset?": Nullable(TEXT),
-        "builtin?": TEXT,
-        "sha256": TEXT,
-        "documents": COUNT,
-        "length": COUNT,
-        "positions": COUNT,
-    },
-    "source": {"name": TEXT, "digest": TEXT, "stamp?": TEXT},
-    "output": {"name": TEXT, "digest": TEXT, "stamp?": TEXT},
-}
+# The keys of every eval.json.
+KEYS = (
+    "kl", "kl_by_confidence", "kl_by_position", "kl_by_domain", "kl_histogram", "top1", "top5", "perplexity", "rms_dp",
+    "weights_only", "floor", "layers", "texts", "verdict", "reasons", "suspects", "sizes", "text", "source", "output",
+)  # fmt: skip
 
 
 def read_evaluation(directory: Path) -> dict[str, Any]:
@@ -559,7 +372,7 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
         directory: the directory of a model.
 
     Returns:
-        The parsed JSON object, which has all keys of SCHEMA.
+        The parsed JSON object, which has all keys of KEYS.
 
     Raises:
         SourceError: it is damaged, too large, or not an evaluation.
@@ -570,7 +383,7 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
 
 
 def check_evaluation(value: Any) -> dict[str, Any]:
-    """Check a parsed eval.json against SCHEMA, the keys and types that `openquant eval` writes.
+    """Check that a parsed eval.json has the keys that `openquant eval` writes; an earlier version wrote fewer.
 
     Args:
         value: the parsed JSON.
@@ -581,77 +394,11 @@ def check_evaluation(value: Any) -> dict[str, Any]:
     Raises:
         SourceError: it is no evaluation; the message names the key.
     """
-    _check(value, SCHEMA, "")
-    _check_histogram(value["kl_histogram"])
-    if "tasks" in value:
-        # Cards and pages show the first of each.
-        tasks = value["tasks"]
-        if not tasks["mean"]:
-            _refuse([], "tasks.mean")
-        if not all(figures["metrics"] for figures in [*tasks["tasks"], tasks["pooled"]]):
-            _refuse([], "tasks.tasks[].metrics")
+    for key in KEYS:
+        if not isinstance(value, dict) or key not in value:
+            raise SourceError(f"{EVAL_FILE} has no {key}", AGAIN)
     evaluation: dict[str, Any] = value
     return evaluation
-
-
-def _check(value: Any, kind: Any, where: str) -> None:
-    """Refuse a value that is not of a kind of SCHEMA; `where` is its path, such as "kl.mean"."""
-    if isinstance(kind, Nullable):
-        if value is not None:
-            _check(value, kind.kind, where)
-        return
-
-    if isinstance(kind, dict) and isinstance(value, dict):
-        for name, inner in kind.items():
-            key = name.removesuffix("?")
-            if key in value:
-                _check(value[key], inner, f"{where}.{key}".lstrip("."))
-            elif key == name:
-                raise SourceError(f"{EVAL_FILE} has no {f'{where}.{key}'.lstrip('.')}", AGAIN)
-        return
-
-    if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
-        for number, item in enumerate(value):
-            _check(item, kind[number], f"{where}[{number}]")
-        return
-
-    if isinstance(kind, list) and isinstance(value, list) and len(value) <= MAX_ITEMS:
-        for number, item in enumerate(value):
-            _check(item, kind[0], f"{where}[{number}]")
-        return
-
-    if not _is_plain(value, kind):
-        _refuse(value, where)
-
-
-def _refuse(value: Any, where: str) -> NoReturn:
-    raise SourceError(
-        f"{EVAL_FILE}: {where or 'it'} is {short_repr(value)}, which is not what eval writes there", AGAIN
-    )
-
-
-def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
-    """Refuse edges that are not positive and ascending, and shares that are not one for each bin."""
-    edges = histogram["edges"]
-    if len(edges) < 2 or edges[0] <= 0 or any(low >= high for low, high in pairwise(edges)):
-        _refuse(edges, "kl_histogram.edges")
-    for name in ("output", "floor"):
-        if len(histogram[name]) != len(edges) - 1:
-            _refuse(histogram[name], f"kl_histogram.{name}")
-
-
-def _is_plain(value: Any, kind: Any) -> bool:
-    if kind is TEXT:
-        return isinstance(value, str) and len(value) <= MAX_CHARACTERS
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    if kind is COUNT:
-        return isinstance(value, int) and 0 <= value < 1 << 63
-    if isinstance(value, int):
-        return kind in (NUMBER, FINITE) and abs(value) < 1 << 63
-    if kind is NUMBER:
-        return abs(value) < _LARGEST
-    return kind is FINITE and math.isfinite(value)
 
 
 def _is_evaluation(file: BinaryIO) -> bool:

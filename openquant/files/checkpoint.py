@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from ..errors import SourceError
 from ..threads import in_parallel
 from . import model_files
-from .shardfile import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
+from .shardfile import DAMAGED, Location, TensorInfo, read_header
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 
@@ -54,7 +54,6 @@ class Checkpoint:
         left_out: files and directories that are no part of the model: other formats, leftovers, what nobody asks for.
         quant_states: contents of the tensors in which bitsandbytes says what shape a weight has, by name.
         unindexed: the shards of MTP layers that the index does not name.
-        beside: number of tensors, and size in bytes, of each further file of weights that is left out.
     """
 
     root: Path
@@ -69,20 +68,10 @@ class Checkpoint:
     left_out: tuple[str, ...]
     quant_states: dict[str, bytes] = field(default_factory=dict)
     unindexed: tuple[str, ...] = ()
-    beside: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def place(self, name: str) -> str:
         """Return a tensor for a message: "model.safetensors: lm_head.weight"."""
         return f"{self.where[name].shard}: {name}"
-
-    def with_cost(self, name: str) -> str:
-        """Return the name of a file with what is in it: "mtp.safetensors (12 tensors, 34,100,224 bytes)"."""
-        if name not in self.beside:
-            return name
-        count, size = self.beside[name]
-        if count == 1:
-            return f"{name} (1 tensor, {size:,} bytes)"
-        return f"{name} ({count} tensors, {size:,} bytes)"
 
 
 class RemoteFile(Protocol):
@@ -151,7 +140,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     unindexed = [] if weight_map is None else _mtp_shards(root, remote, config, names)
 
     # The tensors of all shards.
-    found = _Shards(root)
+    found = _Shards()
     for name, size, digest, header in _read_shards(root, remote, [*names, *unindexed]):
         if name not in unindexed or found.where.keys().isdisjoint(info.name for info, _ in header):
             found.add(name, size, digest, header)
@@ -168,8 +157,6 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     # Other files.
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
     files, left_out = _list_files(root, set(found.sizes), elsewhere, copy)
-    weights = [name for name in left_out if name.endswith(".safetensors") and "/" not in name]
-    costs = {name: _cost(root, remote.get(name), name) for name in weights}
 
     return Checkpoint(
         root=root,
@@ -184,7 +171,6 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
         left_out=left_out,
         quant_states=_read_quant_states(root, remote, found),
         unindexed=tuple(unindexed),
-        beside={name: cost for name, cost in costs.items() if cost},
     )
 
 
@@ -192,7 +178,6 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
 class _Shards:
     """What the headers of the shards say; the fields are those of a Checkpoint."""
 
-    root: Path
     sizes: dict[str, int] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -200,9 +185,6 @@ class _Shards:
 
     def add(self, shard: str, size: int, digest: str, header: list[tuple[TensorInfo, int]]) -> None:
         """Add a shard, whose tensors no other may have."""
-        if len(self.tensors) + len(header) > MAX_TENSORS:
-            raise SourceError(f"{self.root} holds more than {MAX_TENSORS:,} tensors", DAMAGED)
-
         self.sizes[shard] = size
         self.headers[shard] = digest
         for info, offset in header:
@@ -252,18 +234,6 @@ def _read_quant_states(root: Path, remote: Mapping[str, RemoteFile], found: _Sha
     states = [info for name, info in found.tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
     contents = in_parallel(read, states, HEADERS_AT_ONCE)
     return {info.name: data for info, data in zip(states, contents, strict=True)}
-
-
-def _cost(root: Path, remote: RemoteFile | None, name: str) -> tuple[int, int] | None:
-    """Return the number of tensors in a file of weights, and its size in bytes; None if it is damaged."""
-    try:
-        if remote is not None:
-            _, header = _read_remote(remote, name)
-            return len(header), remote.size
-        size, _, header = _open_shard(root / name, name)
-    except (OSError, SourceError):
-        return None
-    return len(header), size
 
 
 def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
@@ -395,13 +365,13 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for shard, tensor in first_tensors.items():
         if not _is_plain(shard):
             raise SourceError(
-                f"{path} places {_show_name(tensor)} in {model_files.short_repr(shard)}, "
+                f"{path} places {model_files.short_repr(tensor)} in {model_files.short_repr(shard)}, "
                 "which is not a plain file name",
                 "shards must lie in the checkpoint's own directory",
             )
         if not shard.endswith(".safetensors"):
             raise SourceError(
-                f"{path} places {_show_name(tensor)} in {shard}, which is not a safetensors file",
+                f"{path} places {model_files.short_repr(tensor)} in {shard}, which is not a safetensors file",
                 "save the model with safe_serialization=True",
             )
     return weight_map
@@ -424,13 +394,6 @@ def _mtp_shards(root: Path, remote: Mapping[str, RemoteFile], config: dict[str, 
 def _is_plain(name: str) -> bool:
     """Return whether a name is a plain file name on any system, without a directory."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\"} and name.isprintable() and len(name) <= 255
-
-
-def _show_name(tensor: str) -> str:
-    """Return a tensor's name for a message: quoted and shortened if it is not a possible name."""
-    if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor):
-        return tensor
-    return model_files.short_repr(tensor)
 
 
 def _names(root: Path) -> list[str]:
@@ -495,7 +458,9 @@ def _check_index(path: Path, weight_map: dict[str, str], where: dict[str, Locati
         return
     for tensor, shard in weight_map.items():
         if tensor not in where or where[tensor].shard != shard:
-            raise SourceError(f"{path} places {_show_name(tensor)} in {shard}, which does not hold it", DAMAGED)
+            raise SourceError(
+                f"{path} places {model_files.short_repr(tensor)} in {shard}, which does not hold it", DAMAGED
+            )
     for tensor, location in where.items():
         if tensor not in weight_map:
             raise SourceError(f"{location.shard} holds {tensor}, which {path} does not list", DAMAGED)
@@ -506,9 +471,6 @@ def _list_files(
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return `files` and `left_out` of a Checkpoint; `elsewhere` has sizes of files that are not in the directory."""
     here, closed = _walk(root)
-    for relative in elsewhere:
-        if set(relative.split("/")) & {"", ".", ".."} or "\\" in relative or not relative.isprintable():
-            raise SourceError(f"{relative!r} is no possible file of a repository", "choose another one")
     names = {*here, *elsewhere} - shards
 
     def read(name: str) -> bytes:
@@ -649,7 +611,9 @@ class Fingerprint:
             # Shards of a GGUF file are links to it, and have one stamp.
             stamp = self._stamps.get(shard)
             twins = (self._digests.get(other) for other in self._stamps if stamp and self._stamps[other] == stamp)
-            self._digests[shard] = next(filter(None, twins), None) or self._repository_sha256(shard) or _hash(path)
+            known = next(filter(None, twins), None) or self._repository_sha256(shard)
+            with readable():
+                self._digests[shard] = known or model_files.file_sha256(path, str(path))
 
     def require_unchanged(self, shards: Iterable[str] | None = None) -> None:
         """Refuse shards that were written to since the checkpoint was opened.
@@ -700,11 +664,6 @@ class Fingerprint:
         if shard not in self.remote or len(self.remote[shard].digest) != 64:
             return None
         return self.remote[shard].digest
-
-
-def _hash(path: Path) -> str:
-    with readable():
-        return model_files.file_sha256(path, str(path))
 
 
 def _hash_remote(file: RemoteFile) -> str:

@@ -135,8 +135,6 @@ class Destination:
                 raise UsageError(f"{self.title} is {what}", hint)
             if real in path.parents:
                 raise UsageError(f"{self.title} lies in {what}", hint)
-            if path in real.parents:
-                raise UsageError(f"{self.title} holds {what}", hint)
 
     def _refuse_content(self) -> None:
         """Refuse to replace a file that is neither empty nor of this kind."""
@@ -372,11 +370,13 @@ class Provenance(NamedTuple):
         recipe: options of the run; None if they are not recorded.
         frontier: sizes and KL divergences that `--fit` chose from, for the card and the page; None without it.
         copy: patterns of files that the user named (`--copy`).
+        smoothing: the scale of each smooth_layer, a letter for each channel; empty without smoothing.
     """
 
     recipe: Mapping[str, Any] | None = None
     frontier: Mapping[str, Any] | None = None
     copy: Sequence[str] = ()
+    smoothing: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
@@ -390,9 +390,7 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            hint = "raise the limit of file sizes (ulimit -f), and run the same command again: finished shards are kept"
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space, or choose another disk with -o or --scratch, and run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "check the permissions, or choose another directory with -o or --scratch"
@@ -440,18 +438,23 @@ def _is_journal(journal: Any) -> bool:
             and isinstance(journal.get("recipe", {}), dict)
             and all(isinstance(name, str) for name in journal["files"])
             and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
-            and _has_facts(journal.get("weights"))
+            and WeightFacts(**journal["weights"]) is not None
         )
     except (TypeError, KeyError):
         return False
 
 
-def facts_in(journal: Mapping[str, Any]) -> WeightFacts | None:
-    """Return what a journal records about weights; None if an earlier version wrote it, which recorded nothing."""
-    facts = journal.get("weights")
-    if facts is None:
-        return None
-    return WeightFacts(**facts)
+def stated_facts(directory: Path) -> WeightFacts:
+    """Return what was done to the weights of an output, by its journal; nothing is known of any other directory.
+
+    Args:
+        directory: the directory of a checkpoint.
+
+    Raises:
+        OutputError: the journal cannot be read, or is not a journal.
+    """
+    journal = read_journal(directory) or {}
+    return WeightFacts(**journal.get("weights", {}))
 
 
 def list_output(directory: Path) -> dict[str, os.stat_result]:
@@ -465,17 +468,14 @@ def list_output(directory: Path) -> dict[str, os.stat_result]:
         such as the lost+found of a disk.
 
     Raises:
-        OutputError: a link lies in it, which could lead a write elsewhere; or it cannot be read.
+        OutputError: it cannot be read.
     """
     found = {}
     with output_errors(directory, "read"):
         for folder, folders, files in os.walk(directory):
             for name in sorted([*folders, *files]):
                 path = Path(folder, name)
-                status = path.lstat()
-                if stat.S_ISLNK(status.st_mode):
-                    raise OutputError(f"{path} is a link", "put the file itself there, or move the link away")
-                found[path.relative_to(directory).as_posix()] = status
+                found[path.relative_to(directory).as_posix()] = path.lstat()
     return found
 
 
@@ -489,7 +489,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         The plan's digest, hexadecimal, and the paths of all files that the run wrote, relative to the directory.
 
     Raises:
-        OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
+        OutputError: the directory was not made by openquant, is not finished, or lacks a file.
     """
     if not directory.is_dir():
         raise OutputError(f"{directory} is not a directory", "check the path")
@@ -508,19 +508,6 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
             f"{directory} {problem}", "run the command that made it again; with --push-only nothing is left to push"
         )
     return journal["digest"], set(journal["files"])
-
-
-def _has_facts(facts: object) -> bool:
-    """Return whether a journal's "weights" are WeightFacts, or None."""
-    if not isinstance(facts, dict):
-        return facts is None
-    scales = facts.get("static_scales")
-    return (
-        facts.keys() == WeightFacts._field_defaults.keys()
-        and all(type(fact) is bool for name, fact in facts.items() if name != "static_scales")
-        and isinstance(scales, dict)
-        and all(type(scale) is float for scale in scales.values())
-    )
 
 
 def short_name(name: str) -> str:

@@ -98,6 +98,8 @@ class OutputContents:
             record["recipe"] = self.provenance.recipe
         if self.provenance.copy:
             record["copy"] = list(self.provenance.copy)
+        if self.provenance.smoothing:
+            record["smoothing"] = self.provenance.smoothing
         return (json.dumps(record, indent=1) + "\n").encode()
 
 
@@ -466,12 +468,6 @@ class Claim:
                     return
             except (BlockingIOError, FileNotFoundError):
                 pass
-            except OSError as error:
-                raise OutputError(
-                    f"{self._path} cannot be locked: {error.strerror}: its file system does not let programs lock "
-                    "files",
-                    "mount it with locks (Lustre: its option flock), or choose another disk with -o",
-                ) from None
 
         # The unfinished files are those of the run that has the lock.
         os.close(self._lock)
@@ -545,21 +541,6 @@ def _sweep(path: Path) -> None:
     """Remove the unfinished files of an interrupted run."""
     for partial in (path / destination.WORK).glob("*.partial"):
         partial.unlink(missing_ok=True)
-
-
-def refuse_root(output: Path) -> None:
-    """Refuse an output that is the root of the file system.
-
-    Args:
-        output: the output directory, which may be missing.
-
-    Raises:
-        OutputError: it is.
-    """
-    # realpath, since Path.resolve() fails on links that lead in a circle.
-    real = Path(os.path.realpath(output))
-    if real == real.parent:
-        raise OutputError(f"the output {output} is the root of the file system", destination.ELSEWHERE)
 
 
 def refuse_overlap(source: Path, output: Path) -> None:

@@ -12,44 +12,23 @@ import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import unquote
 
 from ..errors import OpenQuantError, OutputError, SourceError, UsageError
 
 # A URL with a query, which may contain a signature.
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
-# An error in XML, as object stores send it. What follows the message may contain signed headers.
-_XML = re.compile(
-    r"(<\?xml[^>]*>\s*)?<Error>.*?<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?.*",
-    re.DOTALL,
-)
 # Characters of a reason. Enough for every field of a model card that can be wrong.
 _LONGEST = 1000
 _LOG_IN_HINT = "log in with a token that may (hf auth login), or push to a repository of your own"
 WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 
-# Hints by the words of the server's reason, whatever the status. The first match counts.
-_ADVICE = tuple(
-    (re.compile(words, re.IGNORECASE | re.DOTALL), hint)
-    for words, hint in (
-        (
-            r"storage.{0,40}(limit|quota|exceed|pattern|full)|(limit|quota|exceed).{0,40}storage|payment required",
-            "make room in that account or get it more storage (https://huggingface.co/settings/billing), then run the "
-            "same command again: what is converted and uploaded is kept",
-        ),
-        (
-            r"(discussions?|pull requests?).{0,40}disabled",
-            "turn discussions on in the repository's settings, or push without --create-pr",
-        ),
-        (
-            r"read[- ]?only token|token.{0,40}read[- ]?only|write token|token.{0,80}(permission|scope)|"
-            r"(required|necessary|sufficient) permissions",
-            WRITE_TOKEN_HINT,
-        ),
-        (r"metadata.{0,40}README|README.{0,40}metadata", CARD_HINT),
-    )
+# The server's reason when an account is full, which no login changes.
+_FULL = re.compile(r"storage.{0,40}limit|limit.{0,40}storage|storage.{0,40}quota", re.IGNORECASE)
+_FULL_HINT = (
+    "make room in that account or get it more storage (https://huggingface.co/settings/billing), then run the same "
+    "command again: what is converted and uploaded is kept"
 )
 
 
@@ -154,7 +133,7 @@ def error_reason(error: BaseException) -> str:
         text = f"{error.response.status_code} for {path}: {_server_reason(error)}"
     else:
         text = str(error).strip() or type(error).__name__
-    text = without_queries(_XML.sub(_from_xml, text))
+    text = without_queries(text)
     # Control characters could change the terminal.
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     if len(line) > _LONGEST:
@@ -169,24 +148,6 @@ def _server_reason(error: BaseException) -> str:
         return str(message)
     response = getattr(error, "response", None)
     return getattr(response, "reason_phrase", "") or "no reason given"
-
-
-def _from_xml(match: re.Match[str]) -> str:
-    return ": ".join(filter(None, (match["code"], match["message"])))
-
-
-def advice(error: BaseException, otherwise: str) -> str:
-    """Return the hint for an error, chosen by the words of the server's reason.
-
-    Args:
-        error: an exception that huggingface_hub raised.
-        otherwise: the hint if no words match.
-    """
-    # The client's own message mentions permissions whatever the reason is.
-    words = str(error)
-    if status_of(error) is not None:
-        words = _server_reason(error)
-    return next((hint for pattern, hint in _ADVICE if pattern.search(words)), otherwise)
 
 
 @contextmanager
@@ -260,18 +221,16 @@ def _source_error(error: Exception, repo: str, revision: str | None) -> SourceEr
         )
 
     reason = error_reason(cause)
-    if is_transient(cause):
-        return Unreachable(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
-
-    if status is None and isinstance(cause, OSError):
-        return SourceError(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
+    if is_transient(cause) or (status is None and isinstance(cause, OSError)):
+        raised = Unreachable if is_transient(cause) else SourceError
+        return raised(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
 
     kind = f"{type(cause).__name__}: "
     if status is not None:
         kind = ""
     return SourceError(
         f"{name} could not be downloaded: {kind}{reason}",
-        advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
+        "check HF_ENDPOINT, if it is set, and whether the repository is sound",
     )
 
 
@@ -309,10 +268,7 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     )
 
     if isinstance(error, HFValidationError):
-        continues = ""
-        if "@refs/pr/" in repo:
-            continues = " with --create-pr: the same push continues its pull request"
-        return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
+        return UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name")
     if isinstance(error, LocalTokenNotFoundError):
         return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)
     if isinstance(error, OfflineModeIsEnabled):
@@ -323,62 +279,38 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     reason = error_reason(cause)
     kept = "run the same command again: what is converted and uploaded is kept"
 
+    hint = None
+    if _FULL.search(reason):
+        hint = _FULL_HINT
+
     if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
-        return PushError(f"the Hub does not let you write to {repo}: {reason}", advice(cause, _LOG_IN_HINT))
+        return PushError(f"the Hub does not let you write to {repo}: {reason}", hint or _LOG_IN_HINT)
     if status == 400:
-        return PushError(f"{repo} refuses what is sent: {reason}", advice(cause, f"see what the Hub says, then {kept}"))
+        return PushError(f"{repo} refuses what is sent: {reason}", hint or f"see what the Hub says, then {kept}")
     if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-        return PushError(f"{repo} could not be pushed to: {reason}", advice(cause, kept))
+        return PushError(f"{repo} could not be pushed to: {reason}", hint or kept)
     return None
 
 
-# The most names in a hint.
-MOST = 3
-# Seconds for each of two requests.
-PATIENCE = 3.0
-# Repositories that a request lists at most; those of one owner that begin alike may be many.
-_LISTED = 200
-_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
-
-
 def similar_repositories(repo: str) -> list[str]:
-    """Ask the Hub for repositories whose names are near, first those of the same owner.
+    """Ask the Hub for repositories whose names are near, of the same owner if one is given.
 
     Args:
         repo: "org/name" or "name".
 
     Returns:
-        At most three names, the nearest first; none if there are none, or if the Hub does not answer soon.
+        At most three names, the nearest first; none if there are none, or if the Hub does not answer.
     """
+    from huggingface_hub import HfApi
+
     owner, _, name = repo.rpartition("/")
-    near: list[str] = []
-    if owner:
-        begin = re.split(r"[-_.]", name)[0]
-        near = _nearest(repo, {found: found for found in _list_models(author=owner, search=begin)})
-    if not near:
-        near = _nearest(name, {found: found.rpartition("/")[2] for found in _list_models(search=name)})
-    return near
-
-
-def _nearest(wanted: str, names: dict[str, str]) -> list[str]:
-    """The keys of those names that are most like the wanted one; of equal names the first."""
-    keys = {name.lower(): key for key, name in reversed(names.items())}
-    return [keys[name] for name in difflib.get_close_matches(wanted.lower(), keys, MOST)]
-
-
-def _list_models(**query: str) -> list[str]:
-    """The names of models that the Hub lists, the most downloaded first; none after any error."""
-    from huggingface_hub import constants, get_session
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    settings: dict[str, Any] = {**query, "sort": "downloads", "direction": "-1", "limit": str(_LISTED)}
+    begin = re.split(r"[-_.]", name)[0]
     try:
-        answer = get_session().get(
-            f"{constants.ENDPOINT}/api/models", params=settings, headers=build_hf_headers(), timeout=PATIENCE
-        )
-        names = [str(entry["id"]) for entry in answer.json() if answer.status_code == 200]
+        models = HfApi().list_models(author=owner or None, search=begin, sort="downloads", limit=200)
+        names = [str(model.id) for model in models]
     except Exception:
         # The error that is being reported is another one.
         return []
 
-    return [name for name in names[:_LISTED] if _REPOSITORY.fullmatch(name)]
+    keys = {found.lower() if owner else found.lower().rpartition("/")[2]: found for found in reversed(names)}
+    return [keys[key] for key in difflib.get_close_matches(repo.lower(), keys)]

@@ -19,7 +19,6 @@ import json
 import queue
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -29,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files import model_files
-from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
+from ..files.cards import base_models, published_card
+from ..files.checkpoint import read_json
 from ..files.destination import PUSHED, WORK, output_errors
+from ..formats.quantization import quantization_places
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
@@ -39,14 +40,11 @@ from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, Discussion, ModelInfo
-    from huggingface_hub.hf_api import RepoSibling
     from huggingface_hub.lfs import UploadInfo
 
 
 # With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
-# The most bytes that are read of a card in a repository.
-MAX_CARD = 16 << 20
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Characters that the title of a pull request may have.
@@ -109,13 +107,12 @@ class Publisher:
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> list[str] | None:
+    def prepare(self, card: bytes, creates: bool = True) -> list[str] | None:
         """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
-            card: the output's README.md.
-            downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
-            creates: False to change nothing on the Hub. Of a repository that is missing, permissions are not checked.
+            card: the output's README.md; empty while it is not known.
+            creates: False to change nothing on the Hub, before hours of work.
 
         Returns:
             The names of the repository's files; None if there was none.
@@ -126,53 +123,47 @@ class Publisher:
             UsageError: the repository's name is not valid.
             SourceError: weights of the repository cannot be read.
         """
+        from huggingface_hub import HfApi
+
         text = card.decode("utf-8", "replace")
         repository = self.find()
         with push_errors(self.repo):
-            require_valid_card(self.repo, published_card(text, self.repo, None))
+            if card:
+                require_valid_card(self.repo, published_card(text, self.repo, None))
             if repository is not None and self.push.private and repository.private is False:
                 raise PushError(
                     f"{self.repo} exists and is public, so what --private asks for is not the case",
                     "make it private in its settings on the Hub, or leave --private out",
                 )
             if repository is None and not creates:
+                require_namespace(self.repo)
                 return None
             if repository is None:
-                self._create()
+                # Without --private the organization's default counts.
+                private = self.push.private or None
+                created = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True))
+                self.repo = created.repo_id
 
             # A pull request also takes commits of its author.
             is_request = self.push.create_pr or (self.revision or "").startswith("refs/pr/")
-            require_permission(self.repo, write=not is_request)
+            with_retries(lambda: HfApi().auth_check(self.repo, write=not is_request))
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
                 self.open_request = None
-                if request is not None and request.status != "merged":
+                if request is not None:
                     self.open_request = request.num
 
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    protect_source(repository, base_models(text), downloaded)
+                    if repository.id.lower() in map(str.lower, base_models(text)):
+                        raise PushError(
+                            f"{repository.id} is what the model is made from, and would be replaced by it",
+                            OTHER_REPOSITORY_HINT,
+                        )
                     protect_unquantized(repository, self.shards, self._is_ours)
         return None if repository is None else [file.rfilename for file in repository.siblings or ()]
-
-    def require_writable(self) -> None:
-        """Check the token and its permissions, before hours of work. Nothing is changed on the Hub.
-
-        Raises:
-            PushError: the user is not logged in, may not write there, may not create the repository, or it holds
-                weights that would stay beside the shards.
-            UsageError: the repository's name is not valid.
-        """
-        repository = self.find()
-        with push_errors(self.repo):
-            if repository is None:
-                require_namespace(self.repo)
-            else:
-                require_permission(self.repo, write=not self.push.create_pr)
-                if self.shards:
-                    refuse_foreign_weights(repository, self.shards)
 
     def find(self) -> ModelInfo | None:
         """Look for the repository; `repo` is then its current full name.
@@ -193,13 +184,6 @@ class Publisher:
         if repository is not None:
             self.repo = repository.id
         return repository
-
-    def _create(self) -> None:
-        """Create the repository, which has the organization's default of privacy without --private."""
-        from huggingface_hub import HfApi
-
-        private = self.push.private or None
-        self.repo = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True).repo_id)
 
     def _is_ours(self, name: str, sha256: str) -> bool:
         """Whether a shard on the Hub with this digest is the one to push."""
@@ -297,10 +281,6 @@ class Publisher:
 
         request = with_retries(lambda: self._open_request(title))
         address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
-        if request.status == "merged":
-            # The model is on main.
-            return Published(self.repo, address, None)
-
         revision = f"refs/pr/{request.num}"
         self._commit(others, title, revision)
         self._open_draft(request)
@@ -314,12 +294,8 @@ class Publisher:
         def try_commit() -> str:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
             missing = self._missing_shards(revision)
-            earlier, figures = self._earlier_evaluation(others, revision)
-            is_stale = bool(missing) or model_files.EVAL_FILE in others
-            kept = None if is_stale else figures
-
-            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision, kept)) for name in others]
-            operations += [CommitOperationDelete(name) for name in earlier] if is_stale else []
+            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
+            operations += map(CommitOperationDelete, self._outdated_evaluation(others, missing, revision))
             operations += [self._shard_operation(name) for name in missing]
             return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
@@ -335,45 +311,17 @@ class Publisher:
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
-    def _earlier_evaluation(self, others: Sequence[str], revision: str | None) -> tuple[list[str], str | None]:
-        """Files of an evaluation that an earlier push of a model left in a revision, and its part of the card there.
-
-        With other weights they are deleted: they would stand beside a model that they do not measure. With the same
-        weights the card keeps its figures.
-        """
+    def _outdated_evaluation(self, others: Sequence[str], missing: list[str], revision: str | None) -> list[str]:
+        """Files that an earlier evaluation left in a revision, and that do not measure what is committed now."""
         from huggingface_hub import HfApi
 
-        if not self.shards:
-            return [], None
+        if not self.shards or not (missing or model_files.EVAL_FILE in others):
+            return []
+        names = [name for name in model_files.EVALUATION_FILES if name not in others]
+        return sorted(entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision))
 
-        names = [model_files.CARD_FILE, *(name for name in model_files.EVALUATION_FILES if name not in others)]
-        present = {entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)}
-        earlier = sorted(present - {model_files.CARD_FILE})
-        if not earlier or model_files.CARD_FILE not in present:
-            return [], None
-
-        # Files of these names in a repository without our figures are somebody else's.
-        figures = evaluation_in(self._published_card(revision))
-        if not figures:
-            return [], None
-        return earlier, figures
-
-    def _published_card(self, revision: str | None) -> str:
-        """The card that a revision has; "" if it is too large for one."""
-        from huggingface_hub import hf_hub_download
-
-        def read() -> bytes:
-            with tempfile.TemporaryDirectory() as folder:
-                path = hf_hub_download(self.repo, model_files.CARD_FILE, revision=revision, local_dir=folder)
-                return model_files.read_small(Path(path), model_files.CARD_FILE, MAX_CARD)
-
-        try:
-            return with_retries(read).decode("utf-8", "replace")
-        except SourceError:
-            return ""
-
-    def _content(self, name: str, revision: str | None, figures: str | None) -> str | bytes:
-        """The path of a file to commit, or the contents of the model card with figures that it had before."""
+    def _content(self, name: str, revision: str | None) -> str | bytes:
+        """The path of a file to commit, or the contents of the model card."""
         path = self.directory / name
         if name != model_files.CARD_FILE:
             return str(path)
@@ -390,8 +338,6 @@ class Publisher:
         named = "@".join(filter(None, [self.repo, branch]))
         if self.shards:
             text = published_card(text, self.repo, revision)
-        if figures:
-            text = with_evaluation(text, with_repository(figures, named))
         if self.complete:
             text = self.complete(text, named)
         return text.encode()
@@ -429,7 +375,7 @@ class Publisher:
         from huggingface_hub import HfApi
 
         request = self._find_request()
-        if request is None or (request.status == "merged" and self._missing_shards(None)):
+        if request is None:
             description = f"Made with openquant {__version__}. {self._marker}"
             request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
         return request
@@ -447,7 +393,7 @@ class Publisher:
                 HfApi().change_discussion_status(self.repo, request.num, "open")
 
     def _find_request(self) -> Discussion | None:
-        """The pull request that an earlier try opened for this model; an open one rather than a merged one.
+        """The pull request that an earlier try opened for this model.
 
         Its description has the plan's digest. So none is opened twice, even if a response was lost or the directory
         was moved.
@@ -456,18 +402,14 @@ class Publisher:
         from huggingface_hub.community import DiscussionComment
 
         api = HfApi()
-        merged = None
         for request in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
-            if request.status == "closed":
+            if request.status in ("closed", "merged"):
                 continue
             details = api.get_discussion_details(self.repo, request.num)
             comments = [event.content for event in details.events if isinstance(event, DiscussionComment)]
-            if not comments or self._marker not in comments[0]:
-                continue
-            if details.status != "merged":
+            if comments and self._marker in comments[0]:
                 return details
-            merged = details
-        return merged
+        return None
 
     @property
     def _marker(self) -> str:
@@ -550,8 +492,6 @@ def _is_retryable(error: BaseException) -> bool:
     return status_of(error) in (409, 412) or is_transient(error)
 
 
-# Dtypes of unquantized matrices; I64 and BOOL are those of positions and masks.
-UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 OTHER_REPOSITORY_HINT = (
     "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
 )
@@ -624,17 +564,6 @@ def find_repository(name: str) -> ModelInfo | None:
         return None
 
 
-def require_permission(repo: str, write: bool) -> None:
-    """Check that the user may read a repository, or also write to it.
-
-    Raises:
-        HfHubHTTPError: the user may not.
-    """
-    from huggingface_hub import HfApi
-
-    with_retries(lambda: HfApi().auth_check(repo, write=write))
-
-
 def require_valid_card(repo: str, card: str) -> None:
     """Have the Hub check the metadata of a model card, as it does before it accepts a commit.
 
@@ -687,50 +616,6 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         )
 
 
-def protect_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
-    """Refuse a push that would replace the source of the model.
-
-    Args:
-        repository: the Hub's information on the repository to push to.
-        names: the model's base models as its card lists them, such as "org/name".
-        downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
-
-    Raises:
-        PushError: the repository is the source.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    is_source = any(_present_name(name) == repository.id.lower() for name in names)
-    if downloaded is not None and not is_source:
-        try:
-            with_retries(lambda: HfApi().model_info(repository.id, revision=downloaded))
-            is_source = True
-        except HfHubHTTPError as error:
-            if status_of(error) not in (400, 404):
-                raise
-    if is_source:
-        raise PushError(
-            f"{repository.id} is what the model is made from, and would be replaced by it", OTHER_REPOSITORY_HINT
-        )
-
-
-def _present_name(name: str) -> str:
-    """The current name of a repository, in lower case; the given name if the user cannot see the repository."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        repository = find_repository(name)
-    except HFValidationError:
-        repository = None
-    except HfHubHTTPError as error:
-        # It is gated or disabled, so it is not the repository to push to, which the user can read.
-        if status_of(error) not in (401, 403, 404):
-            raise
-        repository = None
-    return (repository.id if repository else name).lower()
-
-
 def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
     """Refuse a push that would replace an unquantized model.
 
@@ -741,37 +626,20 @@ def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: C
             the shard to push.
 
     Raises:
-        PushError: the repository's shards of these names hold unquantized weights only, and not those to push.
+        PushError: the config of the repository says nothing of quantization, and its shards are not those to push.
+        SourceError: its config cannot be read.
     """
+    from huggingface_hub import hf_hub_download
+
     present = {file.rfilename: file for file in repository.siblings or ()}
-    unquantized: list[RepoSibling] = []
-    for file in (present[name] for name in shards if name in present):
-        dtypes = _matrix_dtypes(repository, file)
-        if dtypes - UNQUANTIZED:
-            return
-        if dtypes:
-            unquantized.append(file)
+    replaced = [present[name] for name in shards if name in present]
+    others = [file for file in replaced if not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else "")]
+    if not others or "config.json" not in present:
+        return
 
-    for file in unquantized:
-        if not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else ""):
-            raise PushError(
-                f"{repository.id} holds unquantized weights ({file.rfilename}), which this model would replace",
-                OTHER_REPOSITORY_HINT,
-            )
-
-
-def _matrix_dtypes(repository: ModelInfo, file: RepoSibling) -> set[str]:
-    """The dtypes of a shard's matrices; none if nobody can load the file."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import SafetensorsParsingError
-
-    def read() -> set[str]:
-        metadata = HfApi().parse_safetensors_file_metadata(repository.id, file.rfilename, revision=repository.sha)
-        return {tensor.dtype for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
-
-    if not file.size:
-        return set()
-    try:
-        return with_retries(read)
-    except SafetensorsParsingError:
-        return set()
+    config = with_retries(lambda: hf_hub_download(repository.id, "config.json", revision=repository.sha))
+    if not quantization_places(read_json(Path(config), "config.json")):
+        raise PushError(
+            f"{repository.id} holds unquantized weights ({others[0].rfilename}), which this model would replace",
+            OTHER_REPOSITORY_HINT,
+        )

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -48,7 +47,6 @@ from .error_mapping import Unreachable, is_offline, is_transient, source_errors,
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 # Seconds between tries, in addition to the retries of huggingface_hub. Fewer for the first request, whose repository
 # may not exist.
@@ -196,20 +194,6 @@ class Source:
             return {}
         with readable():
             return {name: model_files.file_sha256(self.root / name, name) for name in checkpoint.files}
-
-    def downloaded_commit(self) -> str | None:
-        """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
-
-        The record does not name the repository.
-        """
-        record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
-        try:
-            commit = model_files.read_small(record, record.name).split(b"\n", 1)[0].decode()
-        except (OSError, SourceError, ValueError):
-            return None
-        if not _COMMIT.fullmatch(commit):
-            return None
-        return commit
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
@@ -552,8 +536,6 @@ COPIES = 4
 _CLIENT_FOLDER = ".cache"
 # Files that only outputs have, which are no part of a source.
 _OF_OUTPUTS = (model_files.JOURNAL_FILE, model_files.EVAL_FILE)
-# A shell command that removes a directory when the process at the other end of its stdin has ended.
-_REMOVE_AT_END = 'read -r _; rm -rf -- "$1"'
 
 
 @dataclass(frozen=True)
@@ -848,7 +830,7 @@ def supply_shards(
         sources: each source with file names of the shards that its steps need, by the name of the step, in order.
         stream: whether to keep downloaded shards below `scratch` until their last use, not in the Hub's cache.
         scratch: the directory in which to make a temporary directory; None for the working directory. The temporary
-            directory is removed at the end, even if the process is killed.
+            directory is removed at the end.
         more: bytes that the caller will write to the same disk.
         times: number of processes that use the same disk, each with the same supplies.
 
@@ -916,10 +898,6 @@ def _temporary_directory(parent: Path, needed: int) -> Iterator[Path]:
                 "name a directory on a larger one with --scratch",
             )
         directory = tempfile.TemporaryDirectory(prefix=".openquant-", dir=parent, ignore_cleanup_errors=True)
-        # SIGKILL cannot be handled, so a shell waits for the end of this process. A session of its own keeps signals of
-        # the terminal from it.
-        command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(Path(directory.name).absolute())]
-        shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    with directory as path, shell:
+    with directory as path:
         yield Path(path)

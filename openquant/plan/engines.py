@@ -376,7 +376,7 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
         else:
             why = f"{INDEX_FILE} does not name it, so engines do not load it"
         if checkpoint.indexed and not name.startswith(("adapter", "consolidated")):
-            notes.append(f"{checkpoint.with_cost(name)} is left out: {why}")
+            notes.append(f"{name} is left out: {why}")
 
     if is_tied(checkpoint, model) and any(is_head(info.module) for info in checkpoint.tensors.values()):
         notes.append(

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError, UsageError
-from ..files.checkpoint import Checkpoint, open_checkpoint, read_json, readable
+from ..files.checkpoint import Checkpoint, open_checkpoint, readable
 from ..files.model_files import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, is_shard
 from ..formats.numbers import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import (
@@ -24,7 +23,7 @@ from ..formats.quantization import (
     read_quantization,
     setting_repr,
 )
-from ..formats.schemes import KEPT_SCHEMES, Scheme, as_written, without_targets
+from ..formats.schemes import Scheme, as_written, without_targets
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
@@ -95,14 +94,13 @@ def check_headers(
     if as_loaded:
         check_head(headers, findings)
 
-    check_index(checkpoint, findings)
     check_files(checkpoint, files, findings)
 
     return headers, findings
 
 
 def check_finished(root: Path, plan: Plan) -> None:
-    """Reopen the output of a plan, and check headers, index and config. This is the last step of a run.
+    """Reopen the output of a plan, and check headers and config. This is the last step of a run.
 
     Scales and codes were checked as each shard was finished (convert/conversion.py).
 
@@ -111,24 +109,12 @@ def check_finished(root: Path, plan: Plan) -> None:
         plan: the plan that was carried out.
 
     Raises:
-        RuntimeError: the output is not what was planned, or engines would refuse it. That is a bug of openquant.
+        RuntimeError: engines would refuse the output. That is a bug of openquant.
         SourceError: the output cannot be opened.
     """
     checkpoint = open_checkpoint(root)
-    problems = []
-    planned_count = 0
-
-    for shard in plan.layout.shards:
-        for info in plan.layout.outputs(shard.name):
-            planned_count += 1
-            if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
-                problems.append(f"{info.name} is not what was planned")
-
-    if len(checkpoint.tensors) != planned_count:
-        problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned_count} were planned")
-
-    for difference in config_differences(checkpoint.config, output_config(plan)):
-        problems.append(f"config.json: {difference.text('the plan has')}")
+    differences = config_differences(checkpoint.config, output_config(plan))
+    problems = [f"config.json: {difference.text('the plan has')}" for difference in differences]
 
     if plan.quantization_config and not problems:
         # The generic entry says nothing of engines.
@@ -198,12 +184,6 @@ def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
 # Files that other verbs of openquant write into a directory.
 _OURS = (JOURNAL_FILE, INDEX_FILE, *EVALUATION_FILES)
 
-# Files that engines read beside config.json and the weights.
-_SERVED = (
-    "chat_template*", "additional_chat_templates/*", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "*.model", "*.tiktoken", "tekken.json", "generation_config.json",
-    "*processor_config.json", "params.json", "adapter_*", "hf_quant_config.json", "modules.json", "*.py",
-)  # fmt: skip
 # transformers loads it with the model (models/auto/auto_factory.py:290-320).
 _ADAPTER = "adapter_config.json"
 # modelopt's quantization config (vLLM transformers_utils/config.py:888-899).
@@ -230,12 +210,10 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
         elif not checkpoint.indexed:
             yield f"{name} lies beside {SINGLE_FILE}, and there is no index: engines load both"
         else:
-            yield f"{checkpoint.with_cost(name)} holds weights that {INDEX_FILE} does not name"
+            yield f"{name} holds weights that {INDEX_FILE} does not name"
 
 
-def extra_files(
-    checkpoint: Checkpoint, expected: Set[str] | None, where: str, strict: bool
-) -> tuple[list[str], list[str]]:
+def extra_files(checkpoint: Checkpoint, expected: Set[str] | None, where: str) -> tuple[list[str], list[str]]:
     """Find unexpected files other than weights.
 
     Args:
@@ -243,10 +221,9 @@ def extra_files(
         expected: paths, relative to the directory, of the files that may be there; None if not known, and then only an
             adapter and a second quantization config are unexpected.
         where: why other files are unexpected, such as "not in the source".
-        strict: whether every file that engines read is a problem; if not, only an adapter is.
 
     Returns:
-        Problems, one line for each file that changes what is served. Notes, one line for all other files, or none.
+        Problems, one line for an adapter. Notes, one line for all other files, or none.
     """
     others_left_out = (
         name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors")
@@ -267,8 +244,6 @@ def extra_files(
             continue
         if name == _ADAPTER:
             problems.append(f"{name} is there: transformers loads the adapter with the model")
-        elif strict and _matches(name, _SERVED):
-            problems.append(f"{name} changes what is served, and is {where}")
         elif name == _MODELOPT_CONFIG:
             others.append(f"{name} (engines read it only where config.json says nothing of quantization)")
         else:
@@ -279,16 +254,7 @@ def extra_files(
     return problems, [f"{where}: {_join_first(others, 5, ', ', ' and')}"]
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-# A key changes what the model computes if its name matches _COMPUTED and not _NOT_COMPUTED.
-_COMPUTED = re.compile(
-    "size|dim|rank|head|layer|block|group|rope|rotary|theta|factor|norm|eps|act|vocab|token|embd|embed|dtype|bias|window|"
-    "attn|attention|mlp|moe|expert|rout|top|gate|scal|multiplier|cap|clip|limit|position|tie|kv|qk|conv|ssm|mamba|state|"
-    "kernel|step|stride|patch|image|channel|architectures|type|num|mask|alpha|beta|lambda|logit|^[nd]_"
-)
+# Keys of a config that say nothing of what the model computes.
 _NOT_COMPUTED = re.compile(
     "dropout|drop$|init|cache|loss|coef|jitter|version|^_|revision|implementation|label|checkpoint|problem_type|"
     # Settings of generation, which generation_config.json also has.
@@ -351,7 +317,7 @@ def config_differences(actual: Any, expected: Any, path: tuple[str, ...] = ()) -
 
 
 def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[Difference, bool]]:
-    """Find where two configs differ, and judge by the keys whether the model computes something else.
+    """Find where two configs differ as transformers reads them, and whether the model computes something else.
 
     Args:
         actual: config.json of the output, parsed.
@@ -359,95 +325,27 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
 
     Yields:
         A difference (the path of keys, the output's value, the source's value), and whether it changes what the model
-        computes.
+        computes. A key that only one of them has is none that the class of transformers knows.
     """
-    actual = _normalize(actual)
-    expected = _normalize(expected)
-    for difference in config_differences(actual, expected):
-        actual_section = actual
-        expected_section = expected
-        for key in difference.path[:-1]:
-            actual_section = actual_section[key]
-            expected_section = expected_section[key]
-        yield difference, _changes_model(difference, actual_section, expected_section)
+    actual_read = _as_read(actual)
+    expected_read = _as_read(expected)
+    if actual_read is None or expected_read is None:
+        actual_read = dict(actual)
+        expected_read = dict(expected)
+    for difference in config_differences(actual_read, expected_read):
+        is_in_both = MissingValue not in (difference.actual, difference.expected)
+        yield difference, is_in_both and not _NOT_COMPUTED.search(difference.path[-1])
 
 
-def _changes_model(
-    difference: Difference, actual_section: Mapping[str, Any], expected_section: Mapping[str, Any]
-) -> bool:
-    """Whether a difference of two normalized configs, in these sections, makes the model compute something else."""
-    key = difference.path[-1]
-    value = difference.actual
+def _as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config with all defaults, and in the spelling of the installed transformers; None for other architectures."""
+    from transformers import CONFIG_MAPPING
 
-    rope = "rope_parameters" in difference.path
-    if not rope and (_NOT_COMPUTED.search(key) or not _COMPUTED.search(key)):
-        return False
-
-    if value is MissingValue:
-        # A tool may have renamed the key. Whether the head is tied shows in the tensors.
-        added = [other for name, other in actual_section.items() if name not in expected_section]
-        return difference.expected is not None and difference.expected not in added and key != _TIED
-
-    if difference.expected is not MissingValue:
-        return True
-
-    # The output alone has the key: tools write out defaults, so only RoPE and sizes of heads count.
-    heads = actual_section.get("num_attention_heads")
-    size = actual_section.get("hidden_size")
-    if key == "head_dim":
-        return value is not None and not (isinstance(heads, int) and heads and size == value * heads)
-    if key == "num_key_value_heads":
-        return value is not None and value != heads
-
-    return rope and value not in _PLAIN_ROPE and "vision_config" not in difference.path
-
-
-_TIED = "tie_word_embeddings"
-# Values of rope_parameters that mean ordinary RoPE.
-_PLAIN_ROPE = (None, "default", 1.0, {"rope_type": "default"})
-
-
-def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in the spelling of transformers 5, which has dtype and rope_parameters."""
-    normalized = dict(config)
-    for key, value in config.items():
-        if isinstance(value, dict) and "rope" not in key:
-            normalized[key] = _normalize(value)
-
-    if "torch_dtype" in normalized:
-        normalized.setdefault("dtype", normalized.pop("torch_dtype"))
-
-    sections: list[Any] = [normalized.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    top_level: dict[str, Any] = {
-        key: normalized[key] for key in ("rope_theta", "partial_rotary_factor") if key in normalized
-    }
-
-    if not all(isinstance(section, dict) for section in sections) or not (top_level or any(sections)):
-        return normalized
-
-    scaling, parameters = sections
-    for key in ("rope_scaling", *top_level):
-        normalized.pop(key, None)
-
-    if not parameters or not all(isinstance(value, dict) for value in parameters.values()):
-        parameters = _rope({**top_level, **scaling, **parameters})
-        if isinstance(normalized.get("rope_local_base_freq"), (int, float)):
-            sliding = _rope({"rope_theta": normalized.pop("rope_local_base_freq")})
-            parameters = {"full_attention": parameters, "sliding_attention": sliding}
-
-    by_layer_type = list(parameters.values())
-    # Parameters for each type of layer that are all equal are the same as parameters for the model.
-    if isinstance(by_layer_type[0], dict) and all(value == by_layer_type[0] for value in by_layer_type):
-        parameters = by_layer_type[0]
-    normalized["rope_parameters"] = parameters
-
-    return normalized
-
-
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """RoPE parameters in the spelling of transformers 5."""
-    rope_type = parameters.pop("type", None)
-    return {"rope_type": rope_type or "default", **parameters}
+    try:
+        read: dict[str, Any] = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
+    except Exception:
+        return None
+    return read
 
 
 def missing_keys(config: Mapping[str, Any], required: Mapping[str, str]) -> list[str]:
@@ -521,41 +419,13 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
 
     if scheme is None:
         findings.problems.append("config.json: openquant does not write such a quantization_config")
-    else:
-        actual = without_fp8_cache(without_targets(settings))
-        groups = scheme.group and actual.get("config_groups")
-        if not isinstance(groups, dict):
-            groups = {}
-        # Each config group is compared with that of the scheme it is most like.
-        nearest = [
-            min((scheme, *KEPT_SCHEMES), key=lambda candidate: len(list(config_differences(group, candidate.group))))
-            for group in groups.values()
-        ]
-        expected = without_targets(scheme.config(None, dict.fromkeys(nearest, ())))
-        for difference in config_differences(actual, expected, ("quantization_config",)):
-            findings.problems.append(f"config.json: {difference.text('openquant writes')}")
+        return None
+
+    actual = without_fp8_cache(without_targets(settings))
+    expected = without_targets(scheme.config(None, {}))
+    for difference in config_differences(actual, expected, ("quantization_config",)):
+        findings.problems.append(f"config.json: {difference.text('openquant writes')}")
     return scheme
-
-
-def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
-    """Check that the total_size in model.safetensors.index.json is the size of all tensors in bytes.
-
-    Args:
-        checkpoint: the opened directory.
-        findings: a difference is added to its problems if openquant made the directory, else to its notes.
-
-    Raises:
-        SourceError: the index cannot be read.
-    """
-    if not checkpoint.indexed:
-        return
-    metadata = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE).get("metadata")
-    if not isinstance(metadata, dict):
-        return
-    stated = metadata.get("total_size")
-    total = sum(info.nbytes for info in checkpoint.tensors.values())
-    if stated is not None and stated != total:
-        findings.add_difference(f"{INDEX_FILE}: total_size is {stated}, the tensors take {total} bytes")
 
 
 def check_files(checkpoint: Checkpoint, files: Iterable[str], findings: Findings) -> None:

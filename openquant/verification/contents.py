@@ -1,15 +1,6 @@
 """Reads tensors of a quantized directory for `verify`: NaN in codes, bad scales, differences from the source.
 
 Threads read a bounded piece at a time, as a conversion does. No whole tensor is held in memory.
-
-Recognizes smoothing (SmoothQuant, AWQ) in an output: powers of two by which its norms and projections are divided.
-
-The output does not record the factors. Those of a norm follow from its elements, and those of a projection's rows from
-their norms, which are compared with the source's. The columns of the balance layers must be multiplied by the same
-factors.
-
-    transforms, problems = recognize_smoothing(plan, checkpoint, weights, stated=True)
-    make_plan(source, scheme, PlanOptions(transforms=transforms))     # the plan that makes this output
 """
 
 from __future__ import annotations
@@ -17,21 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..calibration.smoothing import (
-    MOST,
-    MappingTransforms,
-    SmoothingMapping,
-    apply_smoothing,
-    combine_transforms,
-    read_vector,
-    usable_mappings,
-)
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes, TensorInfo
@@ -39,11 +22,10 @@ from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
-from ..plan.plan import Plan
 from ..threads import in_threads
 from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
 from ..weights.reading import LostWeights, Reader
-from ..weights.weight import Weight, WeightTransform, WeightTransforms
+from ..weights.weight import Weight
 
 # Bytes read at a time.
 PIECE = 4 << 20
@@ -84,23 +66,6 @@ class TensorTask:
     by_decoding: bool = False
 
 
-@dataclass(frozen=True)
-class _ForeignError:
-    """The error of a weight of which it is not known what rounded it.
-
-    Attributes:
-        number: number of its task.
-        times_rounding: the error relative to that of the nearest codes.
-        beyond_nearest: what is wrong if codes are the nearest; None if nothing is.
-        beyond_gptq: what is wrong if GPTQ chose them; None if nothing is.
-    """
-
-    number: int
-    times_rounding: float
-    beyond_nearest: str | None
-    beyond_gptq: str | None
-
-
 @dataclass
 class TensorFindings:
     """What was found in the tensors that were read.
@@ -114,7 +79,6 @@ class TensorFindings:
             layers share.
         compared_codes: number of codes that were recomputed from the source with the stored scales.
         equal_codes: number of these that equal the stored codes.
-        compensated: whether the weights of another tool have the errors of a method such as GPTQ.
         non_finite: number of NaN and infinities in each unquantized tensor that has some, by name.
         as_in_source: names of the tensors in `non_finite` that equal the source's.
         lost_layers: modules of which far more weights than usual became zero as they were quantized.
@@ -128,7 +92,6 @@ class TensorFindings:
     absmax: dict[str, float] = field(default_factory=dict)
     compared_codes: int = 0
     equal_codes: int = 0
-    compensated: bool = False
     non_finite: dict[str, NonFinite] = field(default_factory=dict)
     as_in_source: set[str] = field(default_factory=set)
     lost_layers: set[str] = field(default_factory=set)
@@ -175,7 +138,9 @@ class _Reading:
         # Each with the number of its task, by which they are sorted at the end.
         self.problems: list[tuple[int, str]] = []
         self.errors: list[tuple[int, LayerError]] = []
-        self.foreign: list[_ForeignError] = []
+        # Of each weight of which it is not known what rounded it: the number of its task, its error relative to that of
+        # the nearest codes, and what is wrong if codes are the nearest, or if GPTQ chose them.
+        self.foreign: list[tuple[int, float, str | None, str | None]] = []
         self.findings = TensorFindings()
 
     def run(self, workers: int) -> TensorFindings:
@@ -188,16 +153,14 @@ class _Reading:
 
     def _judge_foreign(self) -> None:
         """Report weights of another tool that are farther from the source than its method explains."""
-        if not self.foreign:
-            return
         # Nearest codes have no larger error than themselves, whatever the scales are.
-        self.findings.compensated = statistics.median(error.times_rounding for error in self.foreign) > MOVED
-        for error in self.foreign:
-            problem = error.beyond_nearest
-            if self.findings.compensated:
-                problem = error.beyond_gptq
+        by_gptq = statistics.median([times for _, times, _, _ in self.foreign] or [0]) > MOVED
+        for number, _, beyond_nearest, beyond_gptq in self.foreign:
+            problem = beyond_nearest
+            if by_gptq:
+                problem = beyond_gptq
             if problem is not None:
-                self.add_problem(error.number, problem)
+                self.add_problem(number, problem)
 
     def _work(self) -> None:
         worker = _Worker(self)
@@ -542,23 +505,21 @@ class _Worker:
                 self.reading.findings.absmax[weight.module] = float(comparison.absmax.max())
 
         if not scheme.format.shared:
-            recomputed = comparison.expected_scale
-            wrong = recomputed != comparison.scale
-            if wrong.any():
-                index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-                # Shown as stored: times the global scale, in FP8, which has few digits.
-                factor = 1.0
-                digits = 9
-                if global_scale is not None:
-                    factor = float(global_scale.item())
-                    digits = 6
-                self._problem(
-                    f"{self._place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "
-                    f"{[int(axis) for axis in index]}, the source makes it "
-                    f"{float(recomputed[index]) * factor:.{digits}g} "
-                    f"({int(wrong.sum())} of {wrong.size} scales differ)"
+            # Shown as stored: times the global scale, in FP8, which has few digits.
+            factor = 1.0
+            digits = 9
+            if global_scale is not None:
+                factor = float(global_scale.item())
+                digits = 6
+            self._report_differing(
+                scale, "scales", comparison.scale * factor, comparison.expected_scale * factor, digits
+            )
+            zeros = weight.zero_points
+            if zeros is not None and comparison.zeros is not None and comparison.expected_zeros is not None:
+                encode = scheme.format.number.encode
+                self._report_differing(
+                    zeros, "zero points", encode(comparison.zeros), encode(comparison.expected_zeros)
                 )
-            self._report_zeros(weight, comparison)
 
         if comparison.first_difference is not None and not gptq_rounded:
             (row, col), code, recomputed_code = comparison.first_difference
@@ -567,25 +528,17 @@ class _Worker:
                 f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)"
             )
 
-    def _report_zeros(self, weight: Weight, comparison: Comparison) -> None:
-        """Report zero points that differ from those that quantizing the source again gives."""
-        info = weight.zero_points
-        zeros = comparison.zeros
-        recomputed = comparison.expected_zeros
-
-        if info is None or zeros is None or recomputed is None or weight.format is None:
-            return
-
-        wrong = zeros != recomputed
-        if not wrong.any():
-            return
-
-        index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-        stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
-        self._problem(
-            f"{self._place(info.name)} holds {stored} at {[int(axis) for axis in index]}, the source makes it "
-            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)"
-        )
+    def _report_differing(
+        self, info: TensorInfo, what: str, stored: npt.NDArray[Any], recomputed: npt.NDArray[Any], digits: int = 9
+    ) -> None:
+        """Report scales or zero points that differ from those that quantizing the source again gives."""
+        wrong = stored != recomputed
+        if wrong.any():
+            index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            self._problem(
+                f"{self._place(info.name)} holds {stored[index]:.{digits}g} at {[int(axis) for axis in index]}, the "
+                f"source makes it {recomputed[index]:.{digits}g} ({int(wrong.sum())} of {wrong.size} {what} differ)"
+            )
 
     def _report_error(self, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
         """Record a layer's error; report one larger than rounding explains, unless the codes were recomputed."""
@@ -603,7 +556,7 @@ class _Worker:
         if task.foreign:
             times_rounding = comparison.error.times_rounding
             with self.reading.lock:
-                self.reading.foreign.append(_ForeignError(self.number, times_rounding, beyond_nearest, beyond_gptq))
+                self.reading.foreign.append((self.number, times_rounding, beyond_nearest, beyond_gptq))
         elif task.gptq_rounded and beyond_gptq is not None:
             self._problem(beyond_gptq)
         elif task.scheme is None and not task.gptq_rounded and beyond_nearest is not None:
@@ -620,183 +573,3 @@ class _Worker:
 
 def _is_smoothed(original: Weight | bytes | None) -> bool:
     return isinstance(original, bytes) or (original is not None and original.smoothed)
-
-
-# A column counts as a multiple of the source's column if their squared cosine exceeds this.
-_EXPLAINED = 0.75
-
-
-def recognize_smoothing(
-    plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool
-) -> tuple[WeightTransforms, list[str]]:
-    """Recognize the smoothing factors of an output by comparing it with its source.
-
-    Args:
-        plan: the plan that makes the output of its source without smoothing.
-        output: the opened output directory.
-        codes: its quantized weights, by the tensor name that the weight has unquantized ("..up_proj.weight").
-        stated: whether its journal says that it is smoothed. If not, a norm that no powers of two explain means
-            that there is no smoothing, and is not a problem.
-
-    Returns:
-        The factors, as transforms that make the output's weights, norms and biases of the source's; and problems, one
-        line for each norm that no powers of two explain, or whose balance layers do not match it.
-
-    Raises:
-        SourceError: a weight cannot be read.
-    """
-    return _Recognition(plan, output, codes, stated).run()
-
-
-class _Recognition:
-    """One call of `recognize_smoothing`."""
-
-    def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
-        self.plan = plan
-        self.checkpoint = output
-        self._place = output.place
-        self.codes = codes
-        self.stated = stated
-        self.source = Reader(plan.decoded.where, plan.decoded.root.joinpath)
-        self.output = Reader(output.where, output.root.joinpath)
-        self.problems: list[str] = []
-
-    def run(self) -> tuple[WeightTransforms, list[str]]:
-        mappings = [mapping for mapping in usable_mappings(self.plan).mappings if self._has_smooth_layer(mapping)]
-        transforms = [
-            self._norm_transforms(mapping) for mapping in mappings if mapping.smooth_layer not in self.plan.layers
-        ]
-
-        if not self.stated and (self.problems or all((part.scale == 1).all() for part in transforms)):
-            return WeightTransforms(), []
-
-        # The columns of a projection may be multiplied by the factors of the norm before it.
-        from_norms = combine_transforms(transforms, self.plan).weights
-        transforms += [
-            self._row_transforms(mapping, from_norms.get(mapping.smooth_layer))
-            for mapping in mappings
-            if mapping.smooth_layer in self.plan.layers
-        ]
-
-        combined = combine_transforms(transforms, self.plan)
-        for mapping_transforms in transforms:
-            self._check_columns(mapping_transforms, combined.weights)
-
-        return combined, self.problems
-
-    def _has_smooth_layer(self, mapping: SmoothingMapping) -> bool:
-        """Whether the output has the smooth layer in the source's shape, quantized if the plan quantizes it."""
-        name = f"{mapping.smooth_layer}.weight"
-        if mapping.smooth_layer in self.plan.layers:
-            return self._has_codes(mapping.smooth_layer)
-        return self.checkpoint.tensors.get(name) == self.plan.decoded.tensors[name]
-
-    def _has_codes(self, module: str) -> bool:
-        """Whether the output has a module's codes and scales, in the source's shape."""
-        weight = self.codes.get(f"{module}.weight")
-        return (
-            weight is not None
-            and weight.format is not None
-            and weight.scale is not None
-            and weight.shape == self.plan.layers[module].shape
-        )
-
-    def _norm_transforms(self, mapping: SmoothingMapping) -> MappingTransforms:
-        """The transforms whose factors are the powers of two nearest to source norm / output norm."""
-        info = self.plan.decoded.tensors[f"{mapping.smooth_layer}.weight"]
-        source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
-
-        before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
-        transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)
-
-        raw = self.output.read_bytes(info)
-        itemsize = len(raw) // len(source_norm)
-        differing = (raw != np.frombuffer(transforms.tensors[info.name], np.uint8)).reshape(-1, itemsize).any(axis=1)
-
-        if differing.any():
-            index = int(differing.argmax())
-            self.problems.append(
-                f"{self._place(info.name)} holds {output_norm[index]:g} at [{index}], the source "
-                f"{source_norm[index]:g}: their ratio is no power of two "
-                f"({int(differing.sum())} of {len(differing)} elements have none)"
-            )
-
-        return transforms
-
-    def _row_transforms(self, mapping: SmoothingMapping, before: WeightTransform | None) -> MappingTransforms:
-        """The factors of rows: powers of two nearest to the ratios of row norms; `before`: its own transform."""
-        rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
-        source_sizes = _row_norms(self.source, self.plan.layers[mapping.smooth_layer]._replace(transform=before))[rows]
-        output_sizes = _row_norms(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
-        return apply_smoothing(mapping, _nearest_powers(source_sizes, output_sizes), self.plan, self.source)
-
-    def _check_columns(self, mapping_transforms: MappingTransforms, transforms: Mapping[str, WeightTransform]) -> None:
-        """Check the columns of one balance layer, by its first rows, against the factors of its smooth layer."""
-        mapping = mapping_transforms.mapping
-        balance_layers = (module for module in mapping.balance_layers if module in self.plan.layers)
-        module = next((module for module in balance_layers if self._has_codes(module)), None)
-
-        if module is None:
-            return
-
-        output_weight = self.codes[f"{module}.weight"]
-        source_weight = self.plan.layers[module]._replace(transform=transforms[module])
-        expected, actual = (
-            next(reader.rows(weight, 1)).view(np.float32)
-            for reader, weight in ((self.source, source_weight), (self.output, output_weight))
-        )
-
-        count = min(len(expected), len(actual))
-        expected = expected[:count].astype(np.float64)
-        actual = actual[:count].astype(np.float64)
-        expected_energy = (expected * expected).sum(axis=0)
-        products = (expected * actual).sum(axis=0)
-        actual_energy = (actual * actual).sum(axis=0)
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = products / expected_energy
-            explained = products * products / (expected_energy * actual_energy)
-            # A column that rounding has set to zero gives NaN, which is not above the limit.
-            wrong = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(ratio))) != 0)
-
-        # With two or three bits, rounding alone may make a column of small weights half as large again.
-        wrong &= np.square(actual - expected).sum(axis=0) > self._rounding_energy(output_weight, count)
-
-        if wrong.any():
-            index = int(wrong.argmax())
-            name = self._stored_name(mapping.smooth_layer)
-            self.problems.append(
-                f"{self._place(name)} does not match {module}, which reads its output: column {index} there is "
-                f"{ratio[index]:.3g} times what it should be "
-                f"({int(wrong.sum())} of {len(wrong)} columns are wrong)"
-            )
-
-    def _rounding_energy(self, weight: Weight, count: int) -> npt.NDArray[np.float64]:
-        """The largest sum of squared rounding errors in each column of `count` rows, float64 [in]; 0 for floats."""
-        fmt = weight.format
-        cols = weight.shape[1]
-        if fmt is None or fmt.number.normal:
-            return np.zeros(cols)
-        steps = self.output.scales(weight, 0, count).astype(np.float64)
-        energy = np.square(np.broadcast_to(steps, (count, steps.shape[1])) / 2).sum(axis=0)
-        return np.repeat(energy, fmt.group[1] or cols)[:cols]
-
-    def _stored_name(self, module: str) -> str:
-        """The name of the tensor that holds a smooth layer: a norm, or a projection's codes."""
-        name = f"{module}.weight"
-        return self.codes[name].codes.name if name in self.codes else name
-
-
-def _nearest_powers(before: Floats, after: Floats) -> Floats:
-    """The powers of two nearest to before / after; 1 where that is outside the range of smoothing factors."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        exponents = np.rint(np.log2(before.astype(np.float64) / after))
-    return np.exp2(np.where(np.abs(exponents) <= MOST, exponents, 0)).astype(np.float32)
-
-
-def _row_norms(reader: Reader, weight: Weight) -> Floats:
-    """The L2 norm of each row, float32 [out]."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = [np.square(to_float32(bits, weight.dtype)).sum(axis=1) for bits in reader.rows(weight, 1)]
-    norms: Floats = np.sqrt(np.concatenate(sums))
-    return norms

@@ -168,7 +168,6 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
     """
     ignored = headers.quantization.ignored
 
-    unlisted = []
     if headers.quantization.method in IN_COLUMNS and not ignored.entries:
         return  # vLLM then ignores the layers that have no codes (layers/quantization/auto_awq.py:370-389).
 
@@ -195,24 +194,12 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
         if ignored.find(entry.model.names_of(engine_name)) is not None:
             continue
 
+        # Whether engines build the others quantized differs from engine to engine.
         if rule.keep is None or findings.ours:
             findings.unlisted.add(engine_name)
             findings.problems.append(
                 f"{headers.place(info.name)} is {info.dtype}, but {ignored.key} does not list {engine_name}"
             )
-        else:
-            unlisted.append(info.module)
-
-    if unlisted:
-        more = ", which is"
-        them = "it"
-        if len(unlisted) > 1:
-            more = f" and {len(unlisted) - 1} more modules that are"
-            them = "them"
-        findings.notes.append(
-            f"{ignored.key} does not list {unlisted[0]}{more} unquantized: right only if the engine never builds "
-            f"{them} as {headers.quantization.groups[0][1].number.title}"
-        )
 
 
 def check_head(headers: Headers, findings: Findings) -> None:
@@ -282,24 +269,10 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
 
 _CONVERT_AGAIN = "download it again, or convert it again with --overwrite"
 # By words of the problems that they are for.
-_LOOK_AT_SOURCE = (
-    "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or download "
-    "it first, and convert it again with --overwrite"
-)
 _WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
-_REMOVE = "remove the file that does not belong to the model"
 _HINTS = {
-    "as the source has it": _LOOK_AT_SOURCE,
-    " is not valid JSON: ": _LOOK_AT_SOURCE,
-    " in the source's ": _LOOK_AT_SOURCE,
-    "the shards lack ": _LOOK_AT_SOURCE,
-    "does not fit the tensors": _LOOK_AT_SOURCE,
     " does not list ": _WRITE_ANEW,
     " lists ": _WRITE_ANEW,
-    " is there too: ": _REMOVE,
-    " lies beside ": _REMOVE,
-    " that model.safetensors.index.json does not name": _REMOVE,
-    " is there: transformers ": _REMOVE,
 }
 
 

@@ -6,6 +6,7 @@ last (contents.py).
 
 from __future__ import annotations
 
+import filecmp
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -17,11 +18,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from ..calibration.smoothing import repeat_smoothing
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import find_evaluation
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
-from ..files.destination import WeightFacts, facts_in, read_journal
-from ..files.model_files import damaged_json, open_regular
+from ..files.destination import WeightFacts, read_journal
+from ..files.model_files import damaged_json
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, choose_shared_scale
@@ -42,10 +43,9 @@ from ..registry.architecture import Architecture, ModuleRules
 from ..result import Reporter, default_reporter, lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
-from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
 from . import checks
-from .contents import Progress, TensorFindings, TensorTask, read_contents, recognize_smoothing
+from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
@@ -94,8 +94,6 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         notes = ("nothing else was checked",)
         return replace(report, problems=(error.message,), notes=notes, seconds=_since(start))
 
-    facts = facts_in(journal)
-    journal_files = set(journal.get("files", ()))
     requested = None
     if options.architecture is not None:
         requested = find_architecture(checkpoint, options.architecture)
@@ -104,10 +102,9 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
         # The generic entry says nothing of engines.
         model = None
 
-    headers, findings = checks.check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
-    verification = _Verification(
-        headers, findings, journal_files, origin, options.full, facts or WeightFacts(), requested
-    )
+    files = journal.get("files", ())
+    headers, findings = checks.check_headers(checkpoint, quantization, model, files, ours=bool(journal))
+    verification = _Verification(headers, findings, journal, origin, options.full, requested)
     verification.run(options.workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
 
     return replace(
@@ -170,7 +167,7 @@ class _Verification:
     They add to the problems and notes of the headers' checks.
 
     Attributes:
-        files: names of the files that the run wrote; empty if not known.
+        journal: what the run that made an output of ours recorded; empty for other directories.
         origin: the source as it is; None without one.
         architecture: the entry that --architecture names; None for that of the class.
         source: the source as if its quantized weights were bfloat16.
@@ -180,21 +177,23 @@ class _Verification:
 
     headers: Headers
     findings: Findings
-    files: set[str]
+    journal: Mapping[str, Any]
     origin: Checkpoint | None
     full: bool
-    facts: WeightFacts
     architecture: Architecture | None
 
     source: Checkpoint | None = None
     decoded: dict[str, Weight] = field(default_factory=dict)
     originals: dict[str, Weight] = field(default_factory=dict)
     plan: Plan | None = None
-    transforms: WeightTransforms = field(default_factory=WeightTransforms)
     equal_files: int = 0
     contents: TensorFindings = field(default_factory=TensorFindings)
 
     def __post_init__(self) -> None:
+        self.files = set(self.journal.get("files", ()))
+        self.facts = WeightFacts(**self.journal.get("weights", {}))
+        self.smoothing: Mapping[str, str] = self.journal.get("smoothing", {})
+
         headers = self.headers
         self.checkpoint = headers.checkpoint
         self.codes = headers.codes
@@ -244,7 +243,7 @@ class _Verification:
 
         cache = [info.name for info in self.cache_scales]
         chosen = self.facts.static_scales
-        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen, self._source_scales())
+        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen)
 
     def _report_lost_weights(self) -> None:
         """Report layers whose weights became zero, as far as codes or the source show it."""
@@ -288,14 +287,9 @@ class _Verification:
             expected = {*self.source.files, "README.md", "config.json"}
             where = "not in the source"
 
-        problems, notes = checks.extra_files(self.checkpoint, expected, where, self.ours)
+        problems, notes = checks.extra_files(self.checkpoint, expected, where)
         self.problems += [*checks.extra_weights(self.checkpoint), *problems, *damaged_json(self.checkpoint.root)]
         self.notes += notes
-
-        try:
-            find_evaluation(self.checkpoint)
-        except SourceError as error:
-            self.notes.append(error.message)
 
     def _incomplete(self) -> list[str]:
         """Find what the model lacks, and sizes in config.json that its tensors do not have."""
@@ -305,19 +299,17 @@ class _Verification:
         if entry is None or self.problems or not self.as_engines_load:
             return []
 
+        # What the output lacks beyond that is found by comparing the two.
+        if self.source is not None:
+            return model_problems(entry, self.source.tensors.values(), self.source)
+
         tensors = [
             self.headers.as_unquantized(info)
             for name, info in self.checkpoint.tensors.items()
             if not self.headers.belongs_to_codes(name)
         ]
 
-        problems = model_problems(entry, tensors, self.checkpoint)
-        if self.source is None:
-            return problems
-        # All that the source has otherwise is found by comparing the two.
-        of_source = model_problems(entry, self.source.tensors.values(), self.source)
-
-        return [problem for problem in problems if problem in of_source]
+        return model_problems(entry, tensors, self.checkpoint)
 
     # Comparison with the source.
 
@@ -340,7 +332,7 @@ class _Verification:
             if name not in self.checkpoint.files:
                 if name not in self.files:
                     self.findings.add_difference(f"{name} is missing: the source has it")
-            elif _is_equal(self.checkpoint.root / name, source.root / name):
+            elif filecmp.cmp(self.checkpoint.root / name, source.root / name, shallow=False):
                 self.equal_files += 1
             else:
                 self.findings.add_difference(f"{name} differs from the source's")
@@ -363,9 +355,8 @@ class _Verification:
             choice = self._choice_of_output(options)
             self.plan = make_plan(origin, scheme, options, architecture=entry, choice=choice)
 
-            if self.as_engines_load:
-                self._recognize_smoothing(self.plan)
-                options = replace(options, transforms=self.transforms)
+            if self.smoothing:
+                options = replace(options, transforms=self._repeat_smoothing(self.plan))
                 self.plan = make_plan(origin, scheme, options, architecture=entry, choice=choice)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
@@ -373,20 +364,14 @@ class _Verification:
 
         self.originals.update(self.plan.layers)
 
-    def _recognize_smoothing(self, plan: Plan) -> None:
-        """Set `transforms` to the smoothing of the output."""
-        try:
-            transforms, problems = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
-        except SourceError as error:
-            self.problems.append(error.message)
-            return
-        self.problems += problems
-        self.transforms = transforms
-        if transforms.weights:
-            self.notes.append(
-                f"inputs of layers are smoothed: {len(transforms.tensors)} norms and biases and "
-                f"{len(transforms.weights)} matrices were compared with the smoothed source"
-            )
+    def _repeat_smoothing(self, plan: Plan) -> WeightTransforms:
+        """Smooth the source as the run did that made the output."""
+        transforms = repeat_smoothing(self.smoothing, plan)
+        self.notes.append(
+            f"inputs of layers are smoothed: {len(transforms.tensors)} norms and biases and "
+            f"{len(transforms.weights)} matrices were compared with the smoothed source"
+        )
+        return transforms
 
     def _choice_of_output(self, options: PlanOptions) -> DirectoryChoice:
         """Which modules, or name templates, are unquantized, and which are stored in another scheme than most."""
@@ -496,7 +481,7 @@ class _Verification:
                     self.problems.append(f"{expected} is missing: the source has {name} in {source.where[name].shard}")
 
     def _compare_plan(self) -> None:
-        """Check that an output of ours has the ignore list of its plan, and each tensor in the planned shard."""
+        """Check that an output of ours has the ignore list of its plan."""
         if self.plan is None or not self.ours:
             return
 
@@ -509,19 +494,6 @@ class _Verification:
         # Engines may match an entry as a prefix or a part of other names.
         surplus = sorted(listed.difference(ignored_layers(self.plan)))
         self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in surplus]
-
-        if self.problems:
-            return
-
-        for shard in self.plan.layout.shards:
-            for planned in self.plan.layout.outputs(shard.name):
-                info = self.checkpoint.tensors[planned.name]
-                where = self.checkpoint.where[planned.name]
-                if (info != planned and info.name not in self.headers.scales) or where.shard != shard.name:
-                    self.problems.append(
-                        f"{self._place(info.name)} is {describe(info)}, "
-                        f"the plan has {describe(planned)} in {shard.name}"
-                    )
 
     # Contents of tensors.
 
@@ -570,24 +542,6 @@ class _Verification:
 
     def _add_contents_notes(self, gptq_rounded: int) -> None:
         """Say how the contents were compared."""
-        if self.facts.keeps_codes and self.full and self.decoded:
-            self.notes.append("codes and scales were compared with those of the source, which the output keeps")
-        elif self.facts.keeps_codes and self.full:
-            self.notes.append(
-                "the output keeps the codes and scales of another checkpoint, and this source has none: errors were "
-                "measured, with the limits of GPTQ"
-            )
-        elif self.codes and self.ours and self.full and not self.recomputes:
-            self.notes.append(
-                "codes and scales were not recomputed, since the source was already quantized: errors were compared "
-                "with the rounding bound"
-            )
-
-        if self.contents.compensated:
-            self.notes.append(
-                "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were "
-                "taken for their errors"
-            )
         if self.full and gptq_rounded:
             self.notes.append(
                 f"{gptq_rounded} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
@@ -597,33 +551,6 @@ class _Verification:
         skipped = sum(weight.module not in self.originals for weight in self.codes.values())
         if self.full and skipped:
             self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
-
-    def _source_scales(self) -> dict[str, float]:
-        """The static scales that an output of ours takes from its source, by tensor name."""
-        if self.plan is None or self.source is None or not self.ours:
-            return {}
-
-        decisions = self.plan.decisions
-        reader = Reader(self.source.where, self.source.root.joinpath)
-        scales = {
-            kept.tensor.name: float(reader.read_scale(kept.value).item())
-            for kept in decisions.passthrough
-            if isinstance(kept.value, TensorInfo)
-        }
-
-        for weight, scheme in decisions.quantized:
-            info = weight.input_scale_for(scheme.format)
-            if info is None or weight.format is None:
-                continue
-
-            scale = reader.read_scale(info).reshape(())
-            dynamic = weight.format.input_global_scale
-            if dynamic is not None and not dynamic.divides:
-                with np.errstate(divide="ignore"):
-                    scale = np.float32(1) / scale
-            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(scale)
-
-        return scales
 
     def _report_non_finite(self) -> None:
         """Report NaN as a problem, and infinity too unless the tensor may be a mask or a bound."""
@@ -646,7 +573,6 @@ class _Verification:
 
     def _check_shared_scales(self, entry: ModuleRules) -> None:
         """Check that fused layers share a scale. vLLM otherwise requantizes them at load, or uses one of the scales."""
-        different = 0
         ragged = 0
 
         for members in sorted(set(entry.fused_groups(self.headers.layers(entry)).values())):
@@ -668,8 +594,6 @@ class _Verification:
             # vLLM requantizes layers with one scale per tensor, but takes one global scale for all. An output of ours
             # has several such scales if it keeps those of the source.
             if fmt.shared and not self.recomputable:
-                # vLLM loads torchao's weights as they are (layers/quantization/torchao.py).
-                different += self.headers.quantization.method != "torchao"
                 continue
 
             index = next(index for index, scale in enumerate(scales) if scale != scales[0])
@@ -678,10 +602,6 @@ class _Verification:
                 "but engines fuse their layers under one scale"
             )
 
-        if different:
-            self.notes.append(
-                f"{different} groups of fused layers have different scales: vLLM rounds them again at load"
-            )
         if ragged:
             self.notes.append(
                 f"{ragged} groups of fused layers do not divide into blocks: {VLLM} misplaces their scales"
@@ -754,14 +674,3 @@ def model_problems(entry: ModuleRules, tensors: Collection[TensorInfo], checkpoi
 def _layout(fmt: Format) -> tuple[object, ...]:
     """The properties of a format in which the schemes that one config can mix differ."""
     return fmt.number, fmt.group, fmt.zero_point
-
-
-def _is_equal(left: Path, right: Path) -> bool:
-    """Whether two files have the same contents."""
-    with readable(), open_regular(left, str(left)) as left_file, open_regular(right, str(right)) as right_file:
-        while True:
-            piece = left_file.read(1 << 20)
-            if piece != right_file.read(1 << 20):
-                return False
-            if not piece:
-                return True

@@ -145,16 +145,12 @@ class _Finder:
 
             first = self.quantization.groups[0][1] if self.quantization.groups else None
             number = (fmt or first or CHANNEL.format).number
-            right_name = f" called {pair.name}" if pair.packed and not number.packed else ""
-            if info.dtype == number.dtype and number.packed and not pair.packed:
-                right_name = f" called {pair.name}_packed"
-
-            if info.name.endswith(".qweight"):
-                right_name = f" called {pair.name}_packed"
-
-            if info.dtype != number.dtype or len(info.shape) < 2 or right_name:
+            # Engines know packed codes by their name.
+            is_misnamed = pair.packed != number.packed or info.name.endswith(".qweight")
+            if info.dtype != number.dtype or len(info.shape) < 2 or is_misnamed:
+                name = f"{pair.name}_packed" if number.packed else pair.name
                 self.findings.problems.append(
-                    f"{self._place(info.name)} is {describe(info)}, not a matrix of {number.dtype}{right_name}"
+                    f"{self._place(info.name)} is {describe(info)}, not a matrix of {number.dtype} called {name}"
                 )
                 continue
 
@@ -282,7 +278,6 @@ def check_strays(headers: Headers, findings: Findings) -> None:
         headers: the quantized directory, as its config and the headers of its shards describe it.
         findings: problems and notes, one line each, are added to it.
     """
-    unread = 0
     refused = unread_tensors(headers.checkpoint.tensors, headers.codes.values())
 
     for info in headers.checkpoint.tensors.values():
@@ -295,18 +290,13 @@ def check_strays(headers: Headers, findings: Findings) -> None:
             findings.problems.append(f"{headers.place(info.name)} has no weight: {owner} is missing")
         elif weight is not None and owner not in headers.codes:
             findings.problems.append(f"{headers.place(info.name)} is the scale of {owner}, which is {weight.dtype}")
-        elif info.name.endswith(".input_scale"):
-            unread += 1
-        elif (fmt := headers.codes[owner].format) is not None:
+        elif (fmt := headers.codes[owner].format) and not info.name.endswith(".input_scale"):
             findings.problems.append(
                 f"{headers.place(info.name)} is not the scale of {owner}: the config asks for {fmt.scale_of(owner)}"
             )
 
     for name in refused:
         findings.problems.append(f"{headers.place(name)} is a tensor that engines refuse to load")
-
-    if unread:
-        findings.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 
 
 # Values of float16, in which engines run models too, are 2^-24 to 2^16 in size. FP8 codes reach 2^9, so its scales are
@@ -323,7 +313,6 @@ def check_static_scales(
     values: Mapping[str, float],
     cache: Iterable[str],
     chosen: Mapping[str, float],
-    of_source: Mapping[str, float],
 ) -> list[str]:
     """Find static scales that are not those that were chosen, differ in fused layers, or fit no activations.
 
@@ -333,7 +322,6 @@ def check_static_scales(
         cache: names of the scales of the KV cache.
         chosen: the values that the run chose, by the name of the first tensor of layers that share one; empty if
             another tool made the directory.
-        of_source: the values that the run took from its source, by tensor name; empty without a source.
 
     Returns:
         One line for each problem.
@@ -345,21 +333,18 @@ def check_static_scales(
     }
     names = [*modules.values(), *(name for name in cache if name in values)]
     chosen = {**chosen, **_shared_with(headers, modules, chosen)}
-    expected = {**of_source, **chosen}
-    others = {module: name for module, name in modules.items() if name not in expected}
-
-    said = {**dict.fromkeys(of_source, "the source has"), **dict.fromkeys(chosen, "the run that made it chose")}
+    others = {module: name for module, name in modules.items() if name not in chosen}
     return [
         *(
-            f"{headers.place(name)} is {values[name]:g}, {said[name]} {expected[name]:g}"
+            f"{headers.place(name)} is {values[name]:g}, the run that made it chose {chosen[name]:g}"
             for name in names
-            if name in expected and values[name] != expected[name]
+            if name in chosen and values[name] != chosen[name]
         ),
         *_differing_in_fused(headers, values, others),
         *(
             f"{headers.place(name)} is {values[name]:g}, and activations need {SMALLEST:.1g} to {LARGEST:.1g}"
             for name in names
-            if name not in expected and not SMALLEST <= values[name] <= LARGEST
+            if name not in chosen and not SMALLEST <= values[name] <= LARGEST
         ),
     ]
 

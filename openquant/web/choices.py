@@ -35,7 +35,6 @@ _OPTIONS: Mapping[str, Option] = {name: option for kind in _ADVANCED for name, o
 ADVANCED: Mapping[str, Option] = {name: _OPTIONS[name] for names in _ADVANCED.values() for name in names}
 # In a command, what the one before it wrote.
 OUTPUT = "{output}"
-MOST_LETTERS = 1000
 _REPOSITORY = re.compile(r"(?!-)[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,200})?", re.ASCII)
 _NAME = re.compile(r"(?!-)([\w.-]{1,96}/)?[\w.-]{1,96}", re.ASCII)
 _DIRECTORY = re.compile(r"[\w][\w.-]{0,199}", re.ASCII)
@@ -148,14 +147,6 @@ class Chosen:
     advanced: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.advanced:
-            if name not in ADVANCED:
-                raise UsageError(f"{short_repr(name)} is no option of this page", "use the command line")
-
-        for text in (self.model, self.scheme, self.fit, self.context, self.push, *self.advanced.values()):
-            if len(text) > MOST_LETTERS or not text.replace("\n", "").isprintable():
-                raise UsageError(f"{short_repr(text)} has control characters, or is too long", "write it anew")
-
         if self.output and not _DIRECTORY.fullmatch(self.output):
             raise UsageError(
                 f"{short_repr(self.output)} is no name of a directory", "name one without slashes, such as Qwen3-8B-A"
@@ -249,7 +240,7 @@ def shown(words: Sequence[str]) -> str:
     return shlex.join(["openquant", *words])
 
 
-def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) -> dict[str, Any]:
+def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) -> dict[str, str]:
     """Make what the page shows of a model. Headers are read, and no weights.
 
     Args:
@@ -258,15 +249,14 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
         fit: arguments of openquant.fit_table.
 
     Returns:
-        "html": the sections; "problem": the error of a command that would be refused, as HTML; "scheme" and "shards"
-        of the plan.
+        "html": the sections; "problem": the error of a command that would be refused, as HTML; "scheme" of the plan.
     """
     from ..api import check_request, find_space, plan_of
     from ..distributed import Ranks
     from ..fit.table import fit_table
     from ..result import Reporter
 
-    answer: dict[str, Any] = {"html": "", "problem": "", "scheme": "", "shards": 0}
+    answer: dict[str, str] = {"html": "", "problem": "", "scheme": ""}
     try:
         found = fit_table(**fit)
         answer["html"] = fit_html(found)
@@ -284,9 +274,8 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
             # A directory that the run would refuse is refused now.
             find_space(job, wanted.texts)
 
-            plan = job.plan
-            answer["html"] += plan_html(plan, str(chosen["model"]))
-            answer |= {"scheme": chosen["scheme"], "shards": len(plan.layout.shards)}
+            answer["html"] += plan_html(job.plan, str(chosen["model"]))
+            answer["scheme"] = chosen["scheme"]
     except OpenQuantError as problem:
         answer["problem"] = problem_html(problem)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -95,7 +94,7 @@ class Page:
 
             if not choice.fit and not choice.scheme:
                 choice = choice_of(*values, scheme=found["scheme"])
-            run = self.runs.add(choice.model, choice.steps(self.roots), found["shards"])
+            run = self.runs.add(choice.model, choice.steps(self.roots))
         except OpenQuantError as problem:
             return problem_html(problem), gr.skip(), gr.skip()
         return "", run.id, gr.update(open=False)
@@ -108,12 +107,11 @@ class Page:
             parts = [gr.update(visible=False)] * 2 + [gr.skip()] * 10
         else:
             is_done = run.state == DONE
-            free = shutil.disk_usage(self.runs.root).free
             parts = [
                 gr.update(visible=True),
                 gr.update(visible=is_done),
                 gr.update(choices=[(run_title(one), one.id) for one in runs], value=run.id),
-                status_html(run, self.runs.place(run), free),
+                status_html(run, self.runs.place(run)),
                 "\n".join(run.log),
                 gr.update(visible=run.state in (WAITING, RUNNING)),
                 problem_html(run.error) if run.error else "",
@@ -154,7 +152,7 @@ class Page:
         given = choice.keywords(self.roots)
         FitOptions(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
 
-    def _make_plan(self, choice: Chosen, gpu: str) -> dict[str, Any]:
+    def _make_plan(self, choice: Chosen, gpu: str) -> dict[str, str]:
         """Make the sections of a plan, of few at a time."""
         given = choice.keywords(self.roots)
         shared = ("model", "kv_cache", "quantize_lm_head", "quantize_embeddings", "ignore", "revision")

@@ -5,7 +5,7 @@ what an earlier one left, since `compress` resumes by its journal: nothing about
 
     runs = Runs(Path("models"))
     run = runs.add("Qwen/Qwen3-8B", choice.steps(roots))
-    status_html(run, runs.place(run), free_bytes)
+    status_html(run, runs.place(run))
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +53,6 @@ class PageRun:
     Attributes:
         model: the model, for the list of runs.
         steps: its commands, as words after `openquant`.
-        shards: shards of the output; 0 if not known.
         step: the index of the command that runs, or ran last.
         error: why it failed; else None.
         progress: the last line of `--progress json`; empty if there is none.
@@ -68,7 +65,6 @@ class PageRun:
 
     model: str
     steps: Sequence[Sequence[str]]
-    shards: int = 0
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     state: str = WAITING
     step: int = 0
@@ -106,9 +102,9 @@ class Runs:
         self._worker = threading.Thread(target=self._work, name="openquant-runs", daemon=True)
         self._worker.start()
 
-    def add(self, model: str, steps: Sequence[Sequence[str]], shards: int = 0) -> PageRun:
+    def add(self, model: str, steps: Sequence[Sequence[str]]) -> PageRun:
         """Put a run at the end of the queue. The arguments are those of PageRun."""
-        run = PageRun(model=model, steps=steps, shards=shards)
+        run = PageRun(model=model, steps=steps)
         self._runs.append(run)
         self._queue.put(run)
         return run
@@ -258,17 +254,16 @@ def run_title(run: PageRun) -> str:
     return f"{run.model}: {what} ({run.state})"
 
 
-def status_html(run: PageRun, place: int, free: int) -> str:
+def status_html(run: PageRun, place: int) -> str:
     """Show state, progress and commands of a run.
 
     Args:
         run: the run.
         place: how many runs are before it.
-        free: bytes that are free where it writes.
     """
     parts = ['<section class="oq">', f'<p role="status"><strong>{text_html(_state(run, place))}</strong></p>']
     if run.state == RUNNING:
-        parts.append(_progress_html(run, free))
+        parts.append(_progress_html(run))
     # Above the page it is gone with the next action.
     if run.error is not None:
         parts.append(f"<p>{text_html(run.error.message)}</p>")
@@ -339,13 +334,6 @@ def _written(result: dict[str, Any]) -> str:
     return f"{repository}{optional('@{}', result.get('pushed_revision'))}"
 
 
-def _memory_of(process: int) -> int:
-    """Bytes of resident memory; 0 if it is not known."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
 def _state(run: PageRun, place: int) -> str:
     """Say in a sentence how far a run is."""
     if run.state == WAITING:
@@ -361,7 +349,7 @@ def _state(run: PageRun, place: int) -> str:
     }[run.state]
 
 
-def _progress_html(run: PageRun, free: int) -> str:
+def _progress_html(run: PageRun) -> str:
     """The bar of a command that runs, and what is known of it."""
     facts = []
     bar = '<progress aria-label="progress"></progress>'
@@ -375,16 +363,10 @@ def _progress_html(run: PageRun, free: int) -> str:
             facts.append(("Converted", f"{gigabytes(done)} of {gigabytes(total)}"))
         else:
             facts.append(("Done", f"{done:,} of {total:,} {unit}"))
-        if unit == "bytes" and run.shards:
-            shard = min(run.shards, max(1, ceil(done / total * run.shards)))
-            facts.append(("Shard", f"about {shard} of {run.shards}"))
 
     left = run.progress.get("seconds_left")
     if left is not None:
         facts.append(("Left", f"about {spoken(left)}"))
-    if run.process is not None:
-        facts.append(("Memory", gigabytes(_memory_of(run.process.pid))))
-    facts.append(("Free disk", gigabytes(free)))
 
     rows = "".join(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts)
     return f"{bar}<dl>{rows}</dl>"

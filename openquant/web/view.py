@@ -20,12 +20,10 @@ from ..plan import summary
 from ..plan.engines import sglang_refusal
 from ..plan.layout import PlanLine
 from ..plan.plan import Plan
-from ..plan.serving import CACHED, Fit, Serving
+from ..plan.serving import Fit, Serving
 from ..report.cells import gigabytes, optional, or_dash, per_cent, short, shorten, terminal
 from ..report.fit import advised, fit_caption, fit_notes, fit_rows, gained_lines, nothing_fits
 
-# Most norms and biases that have lines of their own in a page's table of weights.
-MOST_NORMS = 20
 # Characters of the names and of the reason in a row of the weights.
 MOST_LETTERS = 200
 
@@ -183,7 +181,7 @@ def _weights_table(plan: Plan) -> str:
             " x ".join(map(str, line.shape)),
             shorten(line.why, MOST_LETTERS),
         ]
-        for line in _join_norms(plan.lines)
+        for line in plan.lines
     ]
 
     heads = ["layers", "before", "after", "stored in", "shape", "why"]
@@ -196,20 +194,6 @@ def _stored_in(line: PlanLine) -> str:
     if line.decoded:
         return "bfloat16"
     return "as it is"
-
-
-def _join_norms(lines: Sequence[PlanLine]) -> Sequence[PlanLine]:
-    """Make one line of many norms and biases that stay as they are."""
-    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
-    small = [line for line in small if line.why != CACHED]
-
-    count = sum(len(line.names) for line in small)
-    if count <= MOST_NORMS:
-        return lines
-    before = sum(line.bytes_before for line in small)
-    after = sum(line.bytes_after for line in small)
-    together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
-    return [*(line for line in lines if line not in small), together]
 
 
 def _table(

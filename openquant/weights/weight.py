@@ -328,12 +328,14 @@ class WeightTransforms:
         tensors: new bytes of norms and biases, by tensor name; dtype and shape stay.
         notes: lines for the user.
         title: what the model card says of the smoothing; empty without any.
+        scales: what was chosen for each smooth_layer, for the journal (calibration/smoothing.py, scale_text).
     """
 
     weights: Mapping[str, WeightTransform] = field(default_factory=dict)
     tensors: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     title: str = ""
+    scales: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weighed(self) -> int:

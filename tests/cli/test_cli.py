@@ -22,7 +22,6 @@ import torch
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 from openquant.cli.commands import compress_main, main
-from openquant.formats.hardware import SCHEME_NAMES
 from support import small_checkpoints
 
 KEYS = [
@@ -79,10 +78,6 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
     assert json.loads(again.stdout)["resumed"] is True
 
 
-SCALE_FORMATS = (
-    "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float"
-)
-MIXING = "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"
 ERRORS = [
     (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
     (
@@ -92,14 +87,13 @@ ERRORS = [
     ),
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
     (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
-    (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
-     "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
-    (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
-     "use --format compressed-tensors"),
-    (["-m", EXAMPLE, "--scale-format", "ue8m0"], "--scheme tensor has no ue8m0 scales in the fp8 format",
-     SCALE_FORMATS),
     (["-m", EXAMPLE, "--scheme", "fp8"], "argument --scheme: invalid choice: 'fp8' (choose from",
      "fp8 is --scheme tensor, the default, or channel"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
+     "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme-for", "**.o_proj=channel"],
+     "--scheme-for does not go with --scheme block in the fp8 format: all layers are alike",
+     "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
      "see compress_fp8.py --help"),
@@ -107,26 +101,11 @@ ERRORS = [
     (["-m", EXAMPLE, "--revision", "main"], f"{EXAMPLE} is a local directory, which has no revision main", "leave --revision out"),
     (["-m", "org/name@a", "--revision", "b"], "org/name@a and --revision b name two revisions", "give one of them"),
     (["-m", EXAMPLE, "-o", ""], "-o is empty", "give a directory, or leave -o out"),
-    (["-m", "org/name@"], "org/name@ names no revision after the @", "write org/name@revision"),
     (["-m", EXAMPLE, "--ignore", "nothing.**"], "--ignore nothing.** matches no module",
      "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj"],
      "argument --scheme-for: **.o_proj is not PATTERN=SCHEME, such as **.self_attn.*=channel", "see compress_fp8.py --help"),
-    (["-m", EXAMPLE, "-w", "128", "--scheme-for", "**.o_proj=channel"],
-     "--scheme-for does not go with --scheme block in the fp8 format: all layers are alike", MIXING),
-    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
-     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix",
-     f"choose one of {', '.join(name for name, scheme in SCHEME_NAMES.items() if scheme.mixes)}"),
-    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
-     "--scheme-for lm_head=tensor matches no module that can be quantized",
-     "the output head is quantized with --quantize-lm-head only: give that too"),
     (["-m", EXAMPLE, "--architecture", ""], "argument --architecture: it is empty", "see compress_fp8.py --help"),
-    (["-m", EXAMPLE, "--tp", "0"], "--tp 0 is no number of ranks", "give --tp 1 or more"),
-    (["-m", EXAMPLE, "--tp", "8"], "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8",
-     "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some"),
-    (["-m", EXAMPLE, "--quantize-lm-head"], "engines load no quantized output head in the fp8 format",
-     "use --scheme channel or --format compressed-tensors"),
-    (["-m", EXAMPLE, "--ignore", "a.{b"], "the pattern a.{b has an unmatched brace", "write alternatives as {q,k,v}_proj"),
     (["-m", EXAMPLE, "--dry"], "unrecognized arguments: --dry", "did you mean --dry-run? see compress_fp8.py --help"),
     (["-m", EXAMPLE, "-q", "-v"], "argument -v/--verbose: not allowed with argument -q/--quiet", "see compress_fp8.py --help"),
     ([], "the following arguments are required: MODEL", "see compress_fp8.py --help"),
@@ -149,34 +128,6 @@ def test_errors_are_two_lines_and_exit_code_2(subtests, tmp_path, monkeypatch, c
             assert compress_main([*words, "--json"]) == 2
             assert json.loads(capfd.readouterr().out) == {"error": error.removeprefix("error: "), "hint": hint}
             assert not list(tmp_path.iterdir())
-
-
-def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path) -> None:
-    mixture = ["-w", "128", "--format", "compressed-tensors", "--tp", "2", "--quantize-lm-head"]
-    mixture += ["--scheme-for", "**.layers.0.self_attn.o_proj=tensor"]
-    done = run("-m", EXAMPLE, *mixture)
-    assert (done.returncode, done.stderr) == (0, "")
-    title = (
-        "float8_e4m3fn, one scale per 128x128 block, 13 of 29 layers one scale per output row, "
-        "1 of 29 layers one scale per tensor\n"
-    )
-    assert title in done.stdout
-    assert re.search(
-        r"\nFP8   1\.05 MB   532 kB  lm_head: channel: engines load no output head in this scheme\n",
-        done.stdout,
-    )
-    assert re.search(r"self_attn\.\{k,v\}_proj: channel: --tp 2: 128 / 2 = 64 is not a multiple of 128\n", done.stdout)
-    assert "\ntensor parallel sizes that can serve it: 1, 2\n" in done.stdout
-    note = "\nnote: one scale per output row instead of one scale per 128x128 block for 13 of 29 layers (28.6 % of"
-    assert note in done.stdout
-    again = json.loads(run("-m", EXAMPLE, *mixture, "--json").stdout)
-    assert (again["scheme"], again["resumed"]) == ("block", True)
-    assert again["schemes"] == {"block": 15, "channel": 13, "tensor": 1}
-    assert again["ignored_layers"] == ["model.embed_tokens"]
-    card = (tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "README.md").read_text()
-    assert title.strip().removeprefix("float8_e4m3fn, ") in card
-    assert "- fp8-block\n- fp8-channel\n- fp8-tensor\n" in card
-    assert "transformers loads it too, with compressed-tensors installed\n" in card
 
 
 def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp_path: Path) -> None:

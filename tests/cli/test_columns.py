@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -70,18 +69,6 @@ def test_no_line_is_longer_than_the_terminal(subtests, converted, monkeypatch, c
                 assert narrow and not too_long(narrow, width)
                 # What is said is the same. Headings and names may stand twice, seconds and memory are of each run.
                 assert words(wide) == words(narrow)
-
-
-@pytest.mark.usefixtures("short_answers")
-def test_an_evaluation_fits(converted, monkeypatch, capsys):
-    monkeypatch.chdir(converted)
-    questions = [{"question": f"{number} and 1 make", "choices": ["many", "few"], "answer": 0} for number in range(4)]
-    Path("sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    words = ["eval", "FP8", "--source", "MODEL", "--samples", "2", "--length", "32", "--tasks", "sums.jsonl"]
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, 60)
 
 
 def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:

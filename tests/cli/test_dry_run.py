@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, tree
-from openquant import compress, dequantize, explain
-from openquant.api import push_notes
+from openquant import compress, explain
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
-from openquant.files.cards import evaluation_digest, metadata_notes
+from openquant.files.cards import evaluation_digest
 from support.evaluation_files import evaluate
 from support.hub_site import Site
 
@@ -151,12 +150,3 @@ def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.
     capsys.readouterr()
     assert main(["completion", "bash", "--dry-run"]) == 2
     assert "--dry-run is for install" in capsys.readouterr().err
-
-
-def test_notes_of_a_push_name_what_is_missing(here: Path) -> None:
-    dequantize(here / "FP8", here / "BF16")
-    assert [note.partition(":")[0] for note in push_notes(here / "BF16")] == ["the card names no base_model"]
-    assert metadata_notes((), "x.md") == [
-        'the card names no license and no base_model: add "license: .." and "base_model: .." '
-        "to the metadata at the top of x.md"
-    ]

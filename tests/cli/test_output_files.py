@@ -128,16 +128,6 @@ def test_a_calibration_of_another_model_needs_overwrite(place: Path, capsys: pyt
     assert (place / "c.safetensors").read_bytes() != before
 
 
-def test_a_command_ends_with_the_files_that_it_wrote(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, written in (
-        (["calibrate", "source", "-o", "c.safetensors"], ["c.safetensors"]),
-        (["eval", "out", "--source", "source", "--report", "page.html"], ["out/eval.json", "page.html"]),
-    ):
-        assert main([*words, *SMALL]) == 0
-        assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
-        assert all((place / name).stat().st_size for name in written)
-
-
 def test_compress_replaces_calibrations_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from conftest import EXAMPLE, ROOT, heed_ctrl_c
 from openquant.errors import OutputError
-from openquant.machine import reached_limit
+from openquant.machine import without_memory
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -48,52 +47,17 @@ def test_the_package_sets_no_environment_variable() -> None:
     assert python("-c", code).returncode == 0
 
 
-def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "compress_fp8.py"), *map(str, arguments)],
-        preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def test_too_little_memory_is_an_error_that_names_the_limit(tmp_path, source):
-    done = limited(resource.RLIMIT_AS, 100_000 << 10, "-m", source, "-o", tmp_path / "out", "-q")
-    assert done.returncode == 2
-    error, hint = done.stderr.splitlines()
-    assert error.endswith(("memory ran out", "no thread can be started"))
-    assert hint.startswith("hint: raise the limit") and "-v" in hint
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_too_few_files_are_an_error_that_names_the_limit(tmp_path, source):
-    done = limited(resource.RLIMIT_NOFILE, 8, "-m", source, "-o", tmp_path / "out", "-q")
-    assert done.returncode == 2
-    error, hint = done.stderr.splitlines()
-    assert "no more files can be opened" in error
-    assert hint == "hint: raise that limit (ulimit -n), then run the same command again"
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_limits_behind_errors() -> None:
-    found = reached_limit(RuntimeError("can't start new thread"))
-    assert found is not None
-    assert found.message == "no thread can be started"
-    assert reached_limit(RuntimeError("another")) is None
-    assert reached_limit(OutputError("the disk is full", "free some space")) is None
+def test_memory_that_ran_out_is_found_behind_other_errors() -> None:
+    assert not without_memory(OutputError("the disk is full", "free some space"))
     try:
         try:
             raise MemoryError
         except MemoryError:
             raise OutputError("a file cannot be written", "try again") from None
     except OutputError as error:
-        told = reached_limit(error)
-    assert told is not None
-    assert told.message.startswith("a file cannot be written (memory ran out")
+        assert without_memory(error)
     # As the system's loader says it of a library.
-    loading = ImportError("libblas.so: failed to map segment from shared object")
-    assert reached_limit(loading) is not None
+    assert without_memory(ImportError("libblas.so: failed to map segment from shared object"))
 
 
 # A verb whose cleanup never ends, in a C library that starts its wait again after each signal.

@@ -10,14 +10,12 @@ import pytest
 from openquant import compress
 from openquant.files.cards import (
     base_models,
-    card_facts,
     commands_in,
     evaluation_notes,
     published_card,
     source_of,
     with_evaluation,
 )
-from openquant.files.destination import WeightFacts
 from support import small_checkpoints
 from support.evaluation_files import evaluation
 
@@ -95,7 +93,6 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
     own, heading, _ = text.split("---\n", 2)[2].partition("\n## Model card of the source\n")
     assert heading and "evil" not in own and own.count("```") == 8
     assert source_of(text) == "| source | source |"
-    assert card_facts(text) == WeightFacts()
     evaluation = "## Measured against the source\n\n```\nopenquant eval ours\n```\n"
     twice = with_evaluation(with_evaluation(text, evaluation), evaluation)
     before, source_heading, after = text.partition("## Model card of the source\n")

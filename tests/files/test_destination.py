@@ -71,7 +71,6 @@ def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
     taken = taken_by(outputs=(out,))
     assert refused(out, taken) == f"--report FILE is {out}, which this run writes"
     assert refused(out / "a.html", taken) == f"--report FILE lies in {out}, which this run writes"
-    assert refused(tmp_path / "new", taken) == f"--report FILE holds {out}, which this run writes"
     one = Destination(tmp_path / "a" / ".." / "b", "--out", KIND)
     other = Destination(tmp_path / "b", "--figure", KIND)
     with pytest.raises(UsageError, match="^--out and --figure name one file, "):

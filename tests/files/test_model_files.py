@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from conftest import EXAMPLE, change_json, tree
-from openquant import OutputError, Push, SourceError, UsageError, compress, dequantize, push, verify
+from conftest import change_json, tree
+from openquant import SourceError, UsageError, compress, dequantize, verify
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 
@@ -142,19 +141,6 @@ def test_pictures_and_texts_go_along_if_the_card_names_them(source: Path) -> Non
     checkpoint = open_checkpoint(source)
     assert {"assets/logo.png", "docs/serving.md", "report.pdf"} <= checkpoint.files.keys()
     assert checkpoint.left_out == ("assets/me.png", "plan.md")
-
-
-def test_a_push_refuses_what_compress_does_not_copy(tmp_path: Path) -> None:
-    out = shutil.copytree(EXAMPLE, tmp_path / "source")
-    put(out, "train.jsonl")
-    compress(out, tmp_path / "out", copy="train.jsonl")
-    journal = tmp_path / "out" / ".openquant.json"
-    assert json.loads(journal.read_text())["copy"] == ["train.jsonl"]
-    # As outputs of earlier versions are.
-    change_json(journal, lambda record: record.pop("copy"))
-    with pytest.raises(OutputError) as caught:
-        push(tmp_path / "out", Push("you/model"))
-    assert caught.value.message == f"{tmp_path / 'out' / 'train.jsonl'} is no file of a model, and would be public"
 
 
 def test_an_adapter_that_config_json_names_and_that_is_not_there_is_refused(tmp_path: Path) -> None:

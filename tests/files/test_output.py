@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,30 +38,6 @@ def home(tmp_path: Path) -> Path:
     (root / "d" / "credentials.json").write_text("mine")
     (root / "model.safetensors.partial").write_text("mine")
     return root
-
-
-LINKS = ("assets", "config.json", ".openquant.json", ".openquant/lock")
-
-
-def test_a_link_in_an_output_is_refused_at_the_start(subtests, source, out, home, tmp_path):
-    before = tree(home)
-    for name in LINKS:
-        with subtests.test(name):
-            planted = shutil.copytree(out, tmp_path / "planted")
-            link = planted / name
-            link.parent.mkdir(exist_ok=True)
-            if link.is_dir():
-                shutil.rmtree(link)
-            link.unlink(missing_ok=True)
-            link.symlink_to(home / "d" if name.startswith("assets") else home / "d" / "credentials.json")
-
-            for use in (partial(compress, source, scheme="block", overwrite=True), finished_files):
-                with pytest.raises(OutputError) as caught:
-                    use(planted)
-                assert caught.value.message == f"{planted / name} is a link"
-                assert caught.value.hint == "put the file itself there, or move the link away"
-            assert tree(home) == before
-            shutil.rmtree(planted)
 
 
 # A directory that an earlier run left half-written.

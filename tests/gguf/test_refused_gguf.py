@@ -40,55 +40,38 @@ def entry(name: bytes, dims: list[int], kind: int = 0, offset: int = 0) -> bytes
 
 
 ARCHITECTURE = string(b"general.architecture") + struct.pack("<I", 8) + string(b"llama")
-ALIGNMENT = string(b"general.alignment") + struct.pack("<II", 4, 48)
-ROWS = string(b"x.y") + struct.pack("<IIQ", 9, 4, 1 << 60)
 
 
 def of(*tensors: bytes, data: int = 0) -> bytes:
     return header(ARCHITECTURE, 1, b"".join(tensors), len(tensors)) + bytes(data)
 
 
+UNREADABLE = "m.gguf is no GGUF file that the package gguf reads: "
 HEADERS: list[tuple[bytes, str]] = [
-    (b"", "m.gguf is no GGUF file"),
-    (b"GGUF" + bytes(10), "m.gguf is no GGUF file"),
-    (b"GGML" + bytes(40), "m.gguf is no GGUF file"),
-    (header(b"", 0, version=1), "m.gguf is GGUF version 1; 2 and 3 are read"),
+    (b"", UNREADABLE),
+    (b"GGML" + bytes(40), f"{UNREADABLE}GGUF magic invalid"),
+    (header(b"", 0, version=1), f"{UNREADABLE}Sorry, file appears to be version 1 which we cannot handle"),
     (header(b"", 0, version=3 << 24), "m.gguf is big-endian"),
-    (header(b"", 1 << 63), "m.gguf claims 0 tensors and 9,223,372,036,854,775,808 metadata keys"),
-    (header(b"", 0, tensor_count=1 << 63), "m.gguf claims 9,223,372,036,854,775,808 tensors and 0 metadata keys"),
-    (header(bytes(100), 2), "m.gguf: '' is not a possible metadata key"),
-    (header(string(b"a\n") + bytes(20), 1), r"m.gguf: 'a\n' is not a possible metadata key"),
-    (header(struct.pack("<Q", 1 << 62) + bytes(20), 1), "m.gguf: a metadata key claims 4,611,686,018,427,387,904 bytes"),
-    (header(struct.pack("<Q", 1000) + bytes(20), 1), "m.gguf is truncated: it ends inside its header"),
-    (header(string(b"\xff\xfe") + bytes(20), 1), "m.gguf: a metadata key is no UTF-8"),
-    (header(ARCHITECTURE * 2, 2), "m.gguf holds the metadata key general.architecture twice"),
-    (header(string(b"x.y") + struct.pack("<I", 77), 1), "m.gguf: x.y has the unknown type 77"),
-    (header(ROWS, 1), "m.gguf: x.y claims 1,152,921,504,606,846,976 values"),
-    (header(string(b"x.y") + struct.pack("<IIQ", 9, 4, 100), 1), "m.gguf is truncated: it ends inside its header"),
-    (header(string(b"x.y") + struct.pack("<IIQ", 9, 9, 1), 1), "m.gguf: x.y is an array of the type 9, which is not read"),
-    (header(string(b"x.y") + struct.pack("<IIQ", 9, 8, 1) + string(b"a" * 5000), 1), "m.gguf: x.y claims 5,000 bytes"),
-    (header(ALIGNMENT, 1), "m.gguf has the impossible general.alignment 48"),
-    (of(entry(b"a/../b", [1 << 40])), "m.gguf is truncated: a/../b ends at byte 4,398,046,511,232 of 107"),
-    (of(entry(b"a\x1b[2J", [4])), r"m.gguf: 'a\x1b[2J' is not a possible name of a tensor"),
-    (of(entry(b"a", [])), "m.gguf: a has 0 axes (1 to 4 are allowed)"),
-    (of(entry(b"a", [1] * 5)), "m.gguf: a has 5 axes (1 to 4 are allowed)"),
-    (of(entry(b"a", [0])), "m.gguf: a is [0], and F32 has blocks of 1"),
-    (of(entry(b"a", [33, 2], kind=2)), "m.gguf: a is [2, 33], and Q4_0 has blocks of 32"),
-    (of(entry(b"a", [4], kind=777)), "m.gguf: a has the type 777, which the installed gguf does not decode"),
-    (of(entry(b"a", [4], kind=26)), "m.gguf: a has the type 26, which the installed gguf does not decode"),
-    (of(entry(b"a", [1 << 63] * 4)), None),
-    (of(entry(b"a*", [4])), "m.gguf: 'a*' is not a possible name of a tensor"),
-    (of(entry(b"a", [4], offset=4), data=64), "m.gguf: a starts at 4, which is no multiple of 32"),
-    (of(entry(b"a", [4]), entry(b"a", [4], offset=32), data=100), "m.gguf holds a twice"),
-    (of(entry(b"a", [9]), entry(b"b", [4], offset=32), data=100), "m.gguf: b overlaps the tensor before it"),
+    (header(ARCHITECTURE * 2, 2), UNREADABLE),
+    (of(entry(b"a", [4, 1 << 30])), UNREADABLE),
+    (of(entry(b"a\x1b[2J", [4]), data=100), r"m.gguf: 'a\x1b[2J' is not a possible name of a tensor"),
+    (of(entry(b"a", [4], kind=777), data=100), UNREADABLE),
+    (of(entry(b"a", [4], kind=26), data=100), "m.gguf: a has the type I32, which the installed gguf does not decode"),
     (header(string(b"general.name") + struct.pack("<I", 8) + string(b"x"), 1), "m.gguf names no architecture"),
-]  # fmt: skip
+]
 
 
-def test_damaged_and_hostile_headers_are_refused(tmp_path: Path) -> None:
+def test_what_the_package_does_not_read_is_refused(tmp_path: Path) -> None:
     for data, message in HEADERS:
         (tmp_path / "m.gguf").write_bytes(data)
-        with pytest.raises(SourceError, match=f"^{re.escape(message or 'm.gguf is truncated: a ends at byte ')}"):
+        with pytest.raises(SourceError, match=f"^{re.escape(message)}"):
+            open_gguf(tmp_path / "m.gguf")
+
+
+def test_a_file_that_ends_early_is_refused(sound: bytes, tmp_path: Path) -> None:
+    for size in (1000, len(sound) - 1):
+        (tmp_path / "m.gguf").write_bytes(sound[:size])
+        with pytest.raises(SourceError, match=f"^{UNREADABLE}"):
             open_gguf(tmp_path / "m.gguf")
 
 
@@ -153,10 +136,6 @@ def test_a_sound_file_is_refused_where_it_cannot_be_used(
         openquant.dequantize(file, tmp_path / "out", revision="main")
     with pytest.raises(UsageError, match="m.gguf is a local file, nothing of it can be streamed$"):
         openquant.dequantize(file, tmp_path / "out", stream=True)
-    with monkeypatch.context() as patch:
-        patch.setattr("openquant.files.gguf.MAX_HEADER", 1000)
-        with pytest.raises(SourceError, match="^m.gguf has a header of more than 1,000 bytes$"):
-            open_gguf(file)
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
     with pytest.raises(UsageError, match="^this transformers is too old to build the tokenizers of GGUF files$"):
         open_gguf(file)

@@ -18,13 +18,8 @@ STORAGE = (
     "make room in that account or get it more storage (https://huggingface.co/settings/billing), then run the same "
     "command again: what is converted and uploaded is kept"
 )
-TOKEN = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 LOG_IN = "log in with a token that may (hf auth login), or push to a repository of your own"
 PROXY = "<html><body>Blocked by the proxy</body></html>"
-XML = (
-    "<?xml version='1.0'?><Error><Code>SignatureDoesNotMatch</Code><Message>The signature is wrong.</Message>"
-    "<SignatureProvided>secret</SignatureProvided></Error>"
-)
 
 
 def refusal(status: int, body: str, path: str = COMMIT, kind: str = "application/json", **headers: str) -> Exception:
@@ -50,7 +45,7 @@ PUSHES = [
      "please upgrade your plan.", STORAGE),
     (refusal(403, said("Forbidden: you must use a write token to upload to a repository.")),
      f"the Hub does not let you write to org/name: 403 for {COMMIT}: Forbidden: you must use a write token to "
-     "upload to a repository.", TOKEN),
+     "upload to a repository.", LOG_IN),
     (refusal(401, said("Invalid username or password.")),
      f"the Hub does not let you write to org/name: 401 for {COMMIT}: Invalid username or password.", LOG_IN),
     (refusal(400, said('"license" must be one of [mit]', '"base_model[0]" is not a repository'),
@@ -59,12 +54,9 @@ PUSHES = [
      "not a repository", f"see what the Hub says, then {AGAIN}"),
     (ValueError('Invalid metadata in README.md.\n- "license" must be one of [mit]'),
      'org/name could not be pushed to: Invalid metadata in README.md. - "license" must be one of [mit]',
-     "correct these entries at the top of README.md, of the source if the model is still to be converted"),
+     AGAIN),
     (refusal(503, "try\n\tlater \x1b[2J", kind="text/plain"),
      f"org/name could not be pushed to: 503 for {COMMIT}: try later [2J", AGAIN),
-    (refusal(403, XML, "/lfs/0a1b", "application/xml"),
-     "the Hub does not let you write to org/name: 403 for /lfs/0a1b: SignatureDoesNotMatch: The signature is "
-     "wrong.", LOG_IN),
     (refusal(400, said("no" * 2000)),
      f"org/name refuses what is sent: {f'400 for {COMMIT}: ' + 'no' * 2000:.1000}...",
      f"see what the Hub says, then {AGAIN}"),

@@ -13,7 +13,6 @@ import yaml
 
 from conftest import EXAMPLE
 from openquant import __version__, compress, dequantize, verify
-from openquant.files import cards
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.models import find_entry
@@ -210,8 +209,6 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
 
 NO_METADATA = [
     "---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n",
-    # No loader takes these.
-    "---\ndate: 2023-13-45\n---\ntext\n", "---\na: !!python/object:os.x {}\n---\ntext\n",
 ]  # fmt: skip
 
 
@@ -224,11 +221,8 @@ def test_metadata_that_is_none_stays_text(subtests: pytest.Subtests, plan: Plan)
 
 
 AWKWARD = [
-    # libyaml takes these tabs, PyYAML's own reader does not.
-    "license: \tmit\ntags: [a, b]",
     "tags: [\n  a,\n  b\n]\nlicense: mit",
     "{license: mit, tags: [a, b]}",
-    "base_model: &b x/y\nlicense: mit\nother: *b\ntags: [a, b]",
     "tags:\n- a\n# a comment\n- b\nlicense: mit",
     "\"license\": mit\n'tags': [a, b]",
 ]
@@ -238,33 +232,23 @@ def test_awkward_metadata_keeps_its_entries(subtests: pytest.Subtests, plan: Pla
     for front in AWKWARD:
         with subtests.test(front):
             text = card_of(plan, f"---\n{front}\n---\ntext\n")
-            if "\t" in front and not yaml.__with_libyaml__:
-                assert front in text.split("---\n", 2)[2]
-                continue
             found = metadata(text)
             assert found["license"] == "mit"
             assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized", "fp8-tensor"]
-            assert ("other" in found) == ("other" in front)
 
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
 MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 12))
 HOSTILE = {
-    "a boolean that is none": "a: !!bool foo",
-    "an integer of many sixties": "a: " + "1:" * 240 + "1",
-    "an integer of many digits": "a: " + "1" * 5000,
-    "a list as a key": "? [a, b]\n: c",
-    "a tag of Python": "a: !!python/name:os.system",
     "references to lists": BOMB,
     "references to itself": "a: &a [*a]",
     "merged mappings": MERGES,
     "nesting": "a: " + "[" * 10_000,
-    "deep mappings": "".join(" " * n + "a:\n" for n in range(200)),
     "two documents": "a: b\n--- {c: d}",
 }
 
 
-def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+def test_hostile_metadata_is_text(subtests: pytest.Subtests, plan: Plan) -> None:
     for what, front in HOSTILE.items():
         with subtests.test(what=what):
             base = f"---\nlicense: mit\n{front}\n---\ntext\n"
@@ -277,8 +261,6 @@ def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest
     base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
     kept = "---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n"
     assert card_of(plan, base).startswith(kept)
-    monkeypatch.setattr(cards, "_MAX_METADATA", 1000)
-    assert "license" not in metadata(card_of(plan, base))
 
 
 def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:

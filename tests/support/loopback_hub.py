@@ -101,7 +101,6 @@ class LoopbackHub:
         repositories: directory of each read-only repository.
         refuse: repository id -> (status, X-Error-Code) to answer instead.
         faults: what goes wrong; see Fault.
-        renamed: old id -> new id; requests for the old one are redirected, as far as the Hub does that.
         role: of the token, as whoami tells it; nothing but "write" may write.
         token: when set, private repositories and all writes need it.
         requests: how often each path was asked for with each method, faults included.
@@ -118,7 +117,6 @@ class LoopbackHub:
         self.repositories: dict[str, Path] = {}
         self.refuse: dict[str, tuple[int, str]] = {}
         self.faults: list[Fault] = []
-        self.renamed: dict[str, str] = {}
         self.role = "write"
         self.token = token
         self.requests: Counter[str] = Counter()
@@ -232,11 +230,9 @@ class LoopbackHub:
             return f"refs/pr/{number}"
 
     def end_pull_request(self, repo: str, number: int, status: str) -> None:
-        """Open a pull request that is a draft, close it, or merge it."""
+        """Open a pull request that is a draft, or close it."""
         with self.lock:
             self.stored[repo]["requests"][number - 1]["status"] = status
-            if status == "merged":
-                self.stored[repo]["refs"]["main"] = self.stored[repo]["refs"][f"refs/pr/{number}"]
 
     def describe(self, path: str, content: Path) -> dict[str, Any]:
         """A file as the tree lists it."""
@@ -351,9 +347,6 @@ class Handler(BaseHTTPRequestHandler):
             for methods, pattern, writes, action in ROUTES:
                 if self.command in methods and (found := re.fullmatch(pattern, url.path)):
                     given = {name: unquote(value or "") for name, value in found.groupdict().items()}
-                    if given.get("repo") in hub.renamed:
-                        there = url.path.replace(given["repo"], hub.renamed[given["repo"]], 1)
-                        raise Refused(307, Location=f"{there}?{url.query}")
                     self.admit(given.get("repo", ""), writes)
                     return action(self, **given)
             # No repository has a name without an owner here.

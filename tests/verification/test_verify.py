@@ -221,7 +221,7 @@ DAMAGED = [
     (lambda weights: weights.update({f"{DOWN}.weight_scale_inv": torch.ones(())}),
      f"{ONE}: {DOWN}.weight_scale_inv is not the scale of {DOWN}.weight: the config asks for {SCALE}"),
     (lambda weights: weights.update({"model.norm.weight": torch.ones(256).to(torch.int8)}),
-     f"{ONE}: model.norm.weight is I8 [256], not a matrix of F8_E4M3"),
+     f"{ONE}: model.norm.weight is I8 [256], not a matrix of F8_E4M3 called model.norm.weight"),
     (lambda weights: weights.update({f"{DOWN}.weight_packed": torch.zeros(256, 128, dtype=torch.int32)}),
      f"{ONE}: {DOWN}.weight_packed is I32 [256, 128], not a matrix of F8_E4M3 called {DOWN}.weight"),
     (lambda weights: weights[f"{K}.weight_scale"].mul_(2), None),
@@ -423,14 +423,6 @@ def test_a_wrong_scale_shows_when_decoded(tmp_path: Path) -> None:
     assert report.worst[0].module == DOWN
 
 
-def test_the_index_tells_another_size(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source", shards=2)
-    out = tmp_path / "out"
-    total = compress(source, out).output_bytes
-    change_json(out / "model.safetensors.index.json", lambda index: index["metadata"].update(total_size=7))
-    assert verify(out).problems == (f"model.safetensors.index.json: total_size is 7, the tensors take {total} bytes",)
-
-
 def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> None:
     _, out = ours
     change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="static"))
@@ -451,9 +443,7 @@ def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> Non
     change_weights(out, spoil(f"{DOWN}.input_scale", 0.0))
     assert verify(out).problems == (f"{ONE}: {DOWN}.input_scale holds 0 at [0]: scales are finite and above zero",)
     change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="dynamic"))
-    assert_clean(
-        verify(out), "14 input_scale tensors are there, but the config says activations are dynamic"
-    )  # fmt: skip
+    assert_clean(verify(out))
     change_json(out / "config.json", lambda config: config["quantization_config"].pop("activation_scheme"))
     assert verify(out).problems == (
         "config.json: activation_scheme is null, neither dynamic nor static",
@@ -481,7 +471,7 @@ def write_other(
 
     shutil.copytree(source, root)
     save_file(weights, root / ONE, {"format": "pt"})
-    change_json(root / "config.json", lambda found: found.update(quantization_config=config, transformers_version="5"))
+    change_json(root / "config.json", lambda found: found.update(quantization_config=config))
     return root
 
 
@@ -502,15 +492,11 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     assert load_file(out / ONE)["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 4)
     assert_clean(without_odd(verify(out)))
     report = without_odd(verify(out, source, full=True))
-    assert_clean(report, 'config.json: transformers_version is "5", the source has none')
+    assert_clean(report)
     assert len(report.errors) == 23
     # DeepSeek lists nothing; nor need it, where the engine builds the router without quantization.
     change_json(out / "config.json", lambda found: found["quantization_config"].pop("modules_to_not_convert"))
-    assert_clean(
-        without_odd(verify(out)),
-        "ignored_layers does not list model.layers.1.mlp.gate, which is unquantized: right only if the engine never "
-        "builds it as FP8",
-    )
+    assert_clean(without_odd(verify(out)))
     change_weights(out, spoil(f"{Q}.weight_scale_inv", float("nan")))
     assert without_odd(verify(out)).problems == (
         f"{ONE}: {Q}.weight_scale_inv holds nan at [1, 1]: scales are finite and above zero",
@@ -525,23 +511,18 @@ def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
     out = write_other(source, tmp_path / "out", by_rows(), config, kept)
     assert_clean(verify(out))
     report = verify(out, source, full=True)
-    assert_clean(report, 'config.json: transformers_version is "5", the source has none')
+    assert_clean(report)
     assert len(report.errors) == 13
     q = "language_model.model.layers.1.self_attn.q_proj"
     change_weights(out, lambda weights: weights.update({f"{q}.weight_scale": torch.ones(256)}))
     change_json(
         out / "config.json", lambda found: found["quantization_config"]["ignore"].append("re:.*layers.1.mlp.up")
     )
-    change_json(out / "config.json", lambda found: found["quantization_config"]["ignore"].remove("re:.*vision_tower.*"))
     report = verify(out)
     up = "language_model.model.layers.1.mlp.up_proj"
     assert report.problems == (
         f"{ONE}: {q}.weight_scale is F32 [256], for F8_E4M3 [256, 256] it must be F32, BF16 or F16 [256, 1]",
         f"{ONE}: {up}.weight is F8_E4M3, but ignore lists re:.*layers.1.mlp.up",
-    )
-    assert report.notes == (
-        "ignore does not list vision_tower.vision_model.embeddings.position_embedding and 6 more modules that are "
-        "unquantized: right only if the engine never builds them as FP8",
     )
 
 
@@ -558,10 +539,9 @@ def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
         return layout(weight)
 
     out = write_other(source, tmp_path / "out", make, config)
-    again = "2 groups of fused layers have different scales: vLLM rounds them again at load"
-    assert_clean(verify(out), again)
+    assert_clean(verify(out))
     report = verify(out, source, full=True)
-    assert_clean(report, 'config.json: transformers_version is "5", the source has none', again)
+    assert_clean(report)
     assert report.format == "compressed-tensors, one scale per 128x128 block and one scale per tensor"
     change_json(out / "config.json", lambda found: found["quantization_config"]["config_groups"].pop("b"))
     problems = verify(out).problems
@@ -580,13 +560,10 @@ def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> Non
             weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.ones(1)
 
     change_weights(out, change)
-    again = "4 groups of fused layers have different scales: vLLM rounds them again at load"
     assert_clean(
         verify(out, source, full=True),
-        'config.json: transformers_version is "5", the source has none',
         "not in the source: model.layers.{0..1}.self_attn.k_scale",
         "not compared, since the source has another dtype: model.norm.weight",
-        again,
     )
 
 
@@ -749,26 +726,6 @@ def test_of_another_source_a_screen_is_printed(
         f"and {len(found.problems) - 3} more problems: --json has them all",
         f"hint: no tensor equals one of {other}: give --source the model that {out} was made from",
     ]
-
-
-def test_each_kind_of_problem_has_its_hint(ours: tuple[Path, Path]) -> None:
-    """What is broken in the source too, or needs an ignore list only, is not mended by converting it again."""
-    source, out = ours
-    for root in ours:
-        change_weights(root, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
-    look_at_source = (
-        "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or "
-        "download it first, and convert it again with --overwrite"
-    )
-    assert verify(out, source).hints == [look_at_source]
-    change_json(out / "config.json", lambda config: config["quantization_config"]["ignored_layers"].append("model.x"))
-    write_anew = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
-    assert verify(out, source).hints == [write_anew, look_at_source]
-    save_file({"x": torch.zeros(1)}, out / "more.safetensors")
-    remove = "remove the file that does not belong to the model"
-    assert {*verify(out, source).hints} == {look_at_source, write_anew, remove}
-    # Without the source, NaN is not known to be its own.
-    assert {*verify(out).hints} == {"download it again, or convert it again with --overwrite", write_anew, remove}
 
 
 def test_the_command_says_that_codes_were_not_compared(

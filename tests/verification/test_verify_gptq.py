@@ -14,8 +14,6 @@ import torch
 
 from conftest import EXAMPLE
 from openquant import compress, verify
-from openquant.files.cards import stated_facts
-from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 from support.rows import for_each
 
@@ -28,10 +26,6 @@ CODES = {
     "channel": ("weight", 0x80),
     "int8": ("weight", 0xFF),
 }
-LIMITS = (
-    "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were taken for "
-    "their errors"
-)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +101,6 @@ def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path]
     last, signs = CODES[scheme]
     report = verify(out, EXAMPLE, full=True)
     assert report.problems == ()
-    assert (LIMITS in report.notes) == (not journal)
 
     planted = [*DAMAGE] if scheme == "int4" else [*DAMAGE][:4]
     with damaged(out, {f"{name}.{last}": partial(DAMAGE[name], signs=signs) for name in planted}):
@@ -131,7 +124,5 @@ def test_a_card_turns_nothing_off(tmp_path: Path) -> None:
         for kept in (True, False):
             if not kept:
                 (out / ".openquant.json").unlink()
-            # eval and dequantize believe the card of an output that came without its journal.
-            assert stated_facts(open_checkpoint(out)).gptq == (not kept)
             [problem] = verify(out, source, full=True).problems
             assert f": {UP}.weight_packed " in problem

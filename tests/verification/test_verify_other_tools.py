@@ -151,7 +151,6 @@ def test_mixed_precision(tmp_path: Path, file: bool) -> None:
         "model.layers.1.mlp.experts.{0..3}.down_proj, model.layers.1.mlp.experts.{0..3}.gate_proj, "
         "model.layers.1.mlp.experts.{0..3}.up_proj",
     )
-    assert report.notes[-1] == "2 groups of fused layers have different scales: vLLM rounds them again at load"
 
 
 GATE = f"{DENSE}.gate_proj"

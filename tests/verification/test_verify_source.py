@@ -67,8 +67,8 @@ def found(report: Report) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def test_the_journal_says_that_it_is_ours(ours: Path, source: Path) -> None:
-    change_json(ours / CONFIG, lambda config: config.update(transformers_version="9"))
-    message = 'config.json: transformers_version is "9", the source has none'
+    change_json(ours / CONFIG, lambda config: config.update(initializer_range=9))
+    message = "config.json: initializer_range is 9, the source has 0.02"
     assert found(verify(ours, source)) == ((message,), ())
     (ours / ".openquant.json").rename(ours / "kept")
     assert found(verify(ours, source)) == ((), ("not in the source: kept", message))
@@ -107,15 +107,14 @@ COMPUTED = [
     ({"architectures": ["Qwen2ForCausalLM"]}, 'architectures is ["Qwen2ForCausalLM"], the source has ["Qwen3ForCausalLM"]'),
     ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
      "rope_parameters.rope_theta is 1000000.0, the source has 10000.0"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.factor is 2.0, the source has none"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_parameters.rope_type is "linear", the source has "default"'),
     ({"rms_norm_eps": None}, "rms_norm_eps is null, the source has 1e-06"),
-    ({"num_key_value_heads": ...}, "num_key_value_heads is missing, the source has 2"),
+    ({"num_key_value_heads": ...}, "num_key_value_heads is 32, the source has 2"),
 ]  # fmt: skip
 NOT_COMPUTED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"transformers_version": "5"}, ('transformers_version is "5", the source has none',)),
     ({"initializer_range": 0.5}, ("initializer_range is 0.5, the source has 0.02",)),
-    ({"attention_dropout": 0.0}, ("attention_dropout is 0.0, the source has none",)),
-    ({"initializer_range": ...}, ("initializer_range is missing, the source has 0.02",)),
+    # What is the class's default.
+    ({"attention_dropout": 0.0, "initializer_range": ...}, ()),
     ({"attention_multiplier": 1.0}, ("attention_multiplier is 1.0, the source has none",)),
     # As transformers spelled them before 5.
     ({"dtype": ..., "torch_dtype": "bfloat16"}, ()),
@@ -153,29 +152,6 @@ def test_a_config_that_transformers_saved_again_computes_the_same(tmp_path: Path
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     again = json.loads((tmp_path / CONFIG).read_text())
     assert [difference for difference, computed in judge_config(again, config) if computed] == []
-
-
-def test_gemma_s_two_kinds_of_rope_by_their_older_names() -> None:
-    """As Gemma 3 was published: rope_theta of the full layers, with their scaling, and rope_local_base_freq."""
-    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    full = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
-    sliding = {"rope_theta": 1e4, "rope_type": "default"}
-    new = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
-    assert list(judge_config(new, old)) == []
-    sliding["rope_theta"] = 2e4
-    ((difference, computed),) = judge_config(new, old)
-    assert computed
-    assert difference.text("the source has") == (
-        "rope_parameters.sliding_attention.rope_theta is 20000.0, the source has 10000.0"
-    )
-
-
-@pytest.mark.parametrize("value", ["x", 3, [1], None, {}])
-def test_rope_that_is_no_object_is_compared_as_it_is(value: Any) -> None:
-    for key in ("rope_scaling", "rope_parameters"):
-        for config in ({key: value, "rope_theta": 1e4, "rope_local_base_freq": value}, {key: {"a": value}}):
-            assert list(judge_config(config, config)) == []
-            assert list(judge_config(config, {}))
 
 
 # quantization_config.
@@ -307,24 +283,8 @@ def test_weights_that_no_index_names(tmp_path: Path) -> None:
     compress(source, tmp_path / "out")
     save_file({"x": torch.ones(1)}, tmp_path / "out" / "extra.safetensors")
     assert verify(tmp_path / "out").problems == (
-        "extra.safetensors (1 tensor, 68 bytes) holds weights that model.safetensors.index.json does not name",
+        "extra.safetensors holds weights that model.safetensors.index.json does not name",
     )
-
-
-@pytest.mark.parametrize("name", ["additional_chat_templates/tools.jinja", "hf_quant_config.json", "modeling_x.py"])
-def test_files_that_change_what_is_served(ours: Path, source: Path, name: str) -> None:
-    (ours / name).parent.mkdir(exist_ok=True)
-    (ours / name).write_text("{}")
-    assert found(verify(ours)) == ((f"{name} changes what is served, and is not of the run that made it",), ())
-    assert found(verify(ours, source)) == ((f"{name} changes what is served, and is not in the source",), ())
-    # What the journal says is no excuse where the source is there.
-    change_json(ours / ".openquant.json", lambda journal: journal["files"].append(name))
-    assert found(verify(ours, source)) == ((f"{name} changes what is served, and is not in the source",), ())
-    (ours / ".openquant.json").unlink()
-    (ours / "README.md").unlink()
-    told = f"{name} (engines read it only where config.json says nothing of quantization)"
-    note = f"not in the source: {told if name == 'hf_quant_config.json' else name}"
-    assert found(verify(ours, source)) == ((), (note,))
 
 
 def test_files_that_change_nothing_are_a_note(ours: Path, source: Path) -> None:
@@ -476,12 +436,8 @@ def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path
     quantized = store(tmp_path / "quantized", by_blocks(torch.bfloat16), BLOCKS)
     out = tmp_path / "out"
     compress(quantized, out, "block", format="compressed-tensors")
-    note = (
-        "codes and scales were not recomputed, since the source was already quantized: errors were compared with the "
-        "rounding bound"
-    )
     report = verify(out, source, full=True)
-    assert found(report) == ((), (note,))
+    assert found(report) == ((), ())
     assert len(report.errors) == 14
     change_weights(out, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(0x82))
     (problem,) = verify(out, source, full=True).problems

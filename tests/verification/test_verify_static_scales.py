@@ -99,23 +99,3 @@ def test_the_values_of_all_experts_are_known_by_one(tmp_path: Path) -> None:
     set_scale(tmp_path / "out", name, 1.5)
     [problem] = verify(tmp_path / "out").problems
     assert problem.endswith(f"{name} is 1.5, the run that made it chose 1")
-
-
-@for_each(
-    ("kind", "name"),
-    [
-        ("tensor", f"{MLP}.down_proj.{INPUT}"),
-        ("calibrated", f"{MLP}.down_proj.{GLOBAL}"),
-        ("cache", f"{ATTENTION}.v_scale"),
-    ],
-)
-def test_those_of_a_quantized_source_are_compared_with_it(made: Path, tmp_path: Path, kind: str, name: str) -> None:
-    source, out = shutil.copytree(made / kind, tmp_path / "source"), tmp_path / "out"
-    before, _ = set_scale(source, name, 1.0)
-    kept = {"kv_cache": "fp8"} if kind == "cache" else {}
-    compress(source, out, "keep", **kept)
-    assert verify(out, source, full=True).problems == ()
-    _, after = set_scale(out, name, 30.0)
-    assert verify(out).problems == ()
-    [problem] = verify(out, source).problems
-    assert problem.endswith(f"{name} is {after:g}, the source has {before:g}")
