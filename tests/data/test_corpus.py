@@ -162,13 +162,6 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path, chatty: Token
     assert caught.value.message == f"the model's chat template fails for {path} line 2: 'no users'"
 
 
-def test_halves_of_surrogate_pairs_are_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = chats(tmp_path / "a.jsonl", [{"text": "ok"}, {"text": "\ud83d alone"}, {"text": "ok"}, {"text": "ok"}])
-    with pytest.raises(OpenQuantError) as caught:
-        read_corpus(Texts(text=[path], length=4), tokenizer)
-    assert caught.value.message == f"{path} line 2 holds half of a surrogate pair, which is no text"
-
-
 def test_without_a_text_they_are_our_own_and_it_says_so(tokenizer: Tokenizer) -> None:
     corpus = read_corpus(Texts(samples=9, length=32), tokenizer)
     other = read_corpus(Texts(samples=9, length=32), tokenizer, "calibration")
