@@ -199,7 +199,10 @@ def observe_inputs(
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
     caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
     if not latent:
-        caches = {number: _cache_statistics(number) for number in range(len(layers))}
+        for number in range(len(layers)):
+            names = (f"the KV cache of layer {number} ({kind})" for kind in ("keys", "values"))
+            keys, values = (RunningStatistics((name,), 0) for name in names)
+            caches[number] = keys, values
     by_layer = _group_by_layer(model, linears, experts, caches)
     all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
     if pass_checkpoint is not None:
@@ -208,7 +211,8 @@ def observe_inputs(
 
     def after_unit(unit: str, *_: object) -> None:
         for statistics in by_layer.get(unit, ()):
-            _require_finite(statistics)
+            if statistics.absmax is not None:
+                require_finite(statistics.absmax, statistics.tensors[0])
 
     def body(ids: Tensor) -> Tensor:
         return model.logits(ids, CacheObserver(model.model.config, caches) if caches else None)
@@ -242,20 +246,17 @@ def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[
         statistics.merge(state)
 
 
-def _require_finite(statistics: RunningStatistics) -> None:
-    """Refuse infinite inputs and NaN."""
-    if statistics.absmax is not None and not torch.isfinite(statistics.absmax).all():
+def require_finite(values: Tensor, name: str) -> None:
+    """Refuse infinity and NaN in what was computed from the inputs of a tensor.
+
+    Raises:
+        SourceError: there is one.
+    """
+    if not torch.isfinite(values).all():
         raise SourceError(
-            f"the inputs of {statistics.tensors[0]} are not finite on these texts",
+            f"the inputs of {name} are not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
-
-
-def _cache_statistics(layer: int) -> tuple[RunningStatistics, RunningStatistics]:
-    """Statistics of the keys and of the values of a layer's cache."""
-    keys = RunningStatistics((f"the KV cache of layer {layer} (keys)",), 0)
-    values = RunningStatistics((f"the KV cache of layer {layer} (values)",), 0)
-    return keys, values
 
 
 def _group_by_layer(

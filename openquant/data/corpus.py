@@ -99,16 +99,13 @@ class Corpus:
         }
 
 
-def read_corpus(
-    options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evaluation", vocabulary: int | None = None
-) -> Corpus:
+def read_corpus(options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evaluation") -> Corpus:
     """Read the documents that options ask for, the same each time.
 
     Args:
         options: the texts, and number and length of documents.
         tokenizer: the model's tokenizer.
         purpose: each purpose has its own half of the blocks of every text.
-        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Returns:
         `options.samples` documents of `options.length` tokens, or fewer and a note if texts are too short. Every text
@@ -117,8 +114,7 @@ def read_corpus(
     Raises:
         UsageError: `options.length` has no room beside the tokenizer's prefix, a text is given twice, or a dataset
             needs `datasets` 4 or newer.
-        SourceError: a text cannot be read, is too short, or has tokens that the model does not have; or the tokenizer
-            or its chat template fails on one.
+        SourceError: a text cannot be read or is too short, or the tokenizer or its chat template fails on one.
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
@@ -135,7 +131,6 @@ def read_corpus(
         documents += (Document(domain.name, f"{domain.name} {at}", ids) for at, ids in enumerate(pieces, 1))
 
     ids = np.array([document.ids for document in documents], dtype="<i4")
-    tokenizer.require_in_vocabulary(int(ids.max()), vocabulary)
     return Corpus(tuple(documents), hashlib.sha256(ids.tobytes()).hexdigest(), origin, tuple(notes))
 
 

@@ -238,20 +238,13 @@ def open_dataset(name: str, count: int) -> Domain:
         A domain of `count` blocks, or fewer if the dataset is shorter, but at least two. They are in memory.
 
     Raises:
-        UsageError: `datasets` is not installed, or older than 4.
+        UsageError: `datasets` is not installed.
         SourceError: it cannot be read, or a row has neither column.
     """
     try:
         import datasets
     except ImportError:
         raise UsageError("--dataset needs datasets, which is not installed", install_hint("datasets")) from None
-
-    # Older versions execute scripts that come with a dataset.
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        raise UsageError(
-            f"--dataset needs datasets 4 or newer; {datasets.__version__} is installed",
-            install_hint("datasets"),
-        )
 
     path, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
@@ -365,9 +358,7 @@ class _RawPrompt(NamedTuple):
     where: str
 
 
-def read_prompts(
-    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int | None = None
-) -> tuple[Prompt, ...]:
+def read_prompts(file: str | os.PathLike[str] | None, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     """Read the prompts of a file, or the built-in ones.
 
     Each line of a text file is a prompt; empty lines are skipped. Each JSON line is an object with `prompt`, with
@@ -376,14 +367,13 @@ def read_prompts(
     Args:
         file: the file, JSON lines if its name ends in `.jsonl`; None for the built-in prompts.
         tokenizer: the model's tokenizer.
-        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Returns:
         The prompts, in the order of the file.
 
     Raises:
-        SourceError: the file cannot be read, or holds no prompts; a chat has no template; a prompt has no tokens, more
-            than MAX_TOKENS, or one that the model does not have; or the tokenizer or its chat template fails on it.
+        SourceError: the file cannot be read, or holds no prompts; a chat has no template; a prompt has no tokens, or
+            more than MAX_TOKENS; or the tokenizer or its chat template fails on it.
     """
     prompts = []
     for raw in _built_in_prompts(tokenizer) if file is None else _read_file(Path(file), tokenizer):
@@ -394,7 +384,6 @@ def read_prompts(
 
         if not 0 < len(ids) <= MAX_TOKENS:
             raise SourceError(f"{raw.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
-        tokenizer.require_in_vocabulary(max(ids), vocabulary)
         prompts.append(Prompt(raw.text, ids))
 
     return tuple(prompts)

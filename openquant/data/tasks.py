@@ -273,10 +273,8 @@ def _quiet() -> Iterator[None]:
     """Keep lm-eval from logging, printing, warning, and describing this machine."""
     import lm_eval.evaluator
 
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with (
             warnings.catch_warnings(),
@@ -287,8 +285,7 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
 
 
 Figures = npt.NDArray[np.float64]

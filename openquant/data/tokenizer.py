@@ -120,22 +120,6 @@ class Tokenizer:
             ) from None
         return str(text)
 
-    def require_in_vocabulary(self, token: int, vocabulary: int | None) -> None:
-        """Require that the model has a token.
-
-        Args:
-            token: the largest token id of some texts.
-            vocabulary: the model's vocabulary size; None for no check.
-
-        Raises:
-            SourceError: the model has fewer tokens.
-        """
-        if vocabulary is not None and token >= vocabulary:
-            raise SourceError(
-                f"the tokenizer of {self.where} gives token {token}, the model has {vocabulary}",
-                "copy the tokenizer's files from the model it was made from",
-            )
-
     def differences(self, other: Tokenizer) -> tuple[str, ...]:
         """Compare this tokenizer with another by what they do; other spaces in JSON do not count.
 
@@ -148,27 +132,23 @@ class Tokenizer:
         if self.digest == other.digest:
             return ()
 
-        differences = []
-        ours, theirs = self.inner.get_vocab(), other.inner.get_vocab()
-        if ours != theirs:
-            count = sum(theirs.get(token) != number for token, number in ours.items()) + len(
-                theirs.keys() - ours.keys()
-            )
-            differences.append(f"{count} of {len(ours)} tokens")
-
         probes = [PROBE, *map(str, self.inner.special_tokens_map.values())]
-        encoded = [(_encode(tokenizer.inner, text, tokenizer.where) for text in probes) for tokenizer in (self, other)]
-        if any(mine != yours for mine, yours in zip(*encoded, strict=True)) or _backend_json(self) != _backend_json(
-            other
-        ):
-            differences.append("how text becomes tokens")
 
-        if self.inner.special_tokens_map != other.inner.special_tokens_map:
-            differences.append("the special tokens")
-        if self.template != other.template:
-            differences.append("the chat template")
+        def behave(tokenizer: Tokenizer) -> dict[str, object]:
+            inner: Any = tokenizer.inner
+            backend = getattr(inner, "backend_tokenizer", None)
+            return {
+                "the vocabulary": inner.get_vocab(),
+                "how text becomes tokens": (
+                    [tokenizer.encode(text, special=True) for text in probes],
+                    None if backend is None else backend.to_str(),
+                ),
+                "the special tokens": inner.special_tokens_map,
+                "the chat template": tokenizer.template,
+            }
 
-        return tuple(differences)
+        ours, theirs = behave(self), behave(other)
+        return tuple(what for what, behaviour in ours.items() if theirs[what] != behaviour)
 
 
 def load_tokenizer(directory: Path, where: str | None = None, like: Tokenizer | None = None) -> Tokenizer:
@@ -287,12 +267,6 @@ def _source_error(error: Exception, what: str) -> SourceError:
         f"{what}: {type(error).__name__}: {short_repr(first_line)}",
         "see that transformers' AutoTokenizer loads it without trust_remote_code",
     )
-
-
-def _backend_json(tokenizer: Tokenizer) -> object:
-    """The JSON that defines a tokenizer of the Rust library; None for other tokenizers."""
-    backend = getattr(tokenizer.inner, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else None
 
 
 class _Today(datetime):

@@ -196,18 +196,6 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
         refused()
 
 
-def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
-    for name in ("x.part", "x.part.new"):
-        for number, make in enumerate((os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"))):
-            path = tmp_path / f"{name}{number}" / name
-            path.parent.mkdir()
-            make(path)
-            with pytest.raises(SourceError) as caught:
-                PassCheckpoint(path.parent / "x.part", {})
-            assert caught.value.message == f"{path} is not a regular file"
-            assert caught.value.hint == "remove it to begin again"
-
-
 @pytest.mark.usefixtures("at_once")
 def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path: Path) -> None:
     model = StreamedModel(open_checkpoint(source))
@@ -223,13 +211,6 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
     outer.forward = partial(outer.forward, more=object())
     observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", {}))
     assert not list(tmp_path.glob("x.part*"))
-
-
-def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
-    kept = PassCheckpoint(tmp_path / "x.part", {})
-    assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), pass_checkpoint=kept)
-    assert not kept.is_due("model.layers.1")
-    assert not kept.path.exists()
 
 
 @pytest.mark.usefixtures("at_once")

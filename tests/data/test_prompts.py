@@ -95,8 +95,3 @@ def test_files_that_are_none(tmp_path: Path, plain: Tokenizer) -> None:
     (tmp_path / "latin.txt").write_bytes(b"fine\nGr\xf6\xdfe")
     with pytest.raises(SourceError, match=r"latin\.txt is not UTF-8: invalid start byte at byte 7$"):
         read_prompts(tmp_path / "latin.txt", plain)
-
-
-def test_tokens_that_the_model_does_not_have(plain: Tokenizer) -> None:
-    with pytest.raises(SourceError, match=r"^the tokenizer of .*tiny-qwen3 gives token \d+, the model has 100$"):
-        read_prompts(None, plain, vocabulary=100)
