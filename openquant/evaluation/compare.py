@@ -162,14 +162,10 @@ class _Comparison:
             answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs))
 
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
-        left = [unit for unit in (*self.model.layers, *self.head) if unit not in resumed]
-        return PassProgress(left, text_tokens, self.advanced, answer_tokens)
-
-    @property
-    def head(self) -> list[str]:
-        """Name of the output head in a list; empty if it is not a unit of its own."""
         head = transformers_internals.output_head(self.model.model)
-        return [name for name, module in self.model.units.items() if module is head]
+        units = [*self.model.layers, *(name for name, module in self.model.units.items() if module is head)]
+        left = [unit for unit in units if unit not in resumed]
+        return PassProgress(left, text_tokens, self.advanced, answer_tokens)
 
     @property
     def answers_prompts(self) -> bool:

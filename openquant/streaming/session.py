@@ -59,13 +59,12 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint, like: Tokenizer | Non
     return load_tokenizer(source.root, source.repo or source.name, like)
 
 
-def checked_progress(ranks: Ranks, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+def checked_progress(ranks: Ranks, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
     """Return a function that reports progress, and raises what has ended another rank."""
 
     def report(done: int, total: int) -> None:
         ranks.check()
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
 
     return report
 
