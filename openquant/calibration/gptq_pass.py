@@ -44,12 +44,12 @@ from ..registry.architecture import ModuleRules
 from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
 from ..streaming.memory import ROWS, hessian_nbytes
 from ..streaming.model import Advanced, StreamedModel
-from ..streaming.offload import OffloadFile, bytes_of
+from ..streaming.offload import OffloadFile, view_bytes
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns
-from .observers import RunningStatistics, find_hook_points, require_finite
+from .observers import RunningStatistics, find_hook_points, require_finite_inputs
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24
@@ -206,7 +206,7 @@ def _read_store(
 def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:
     """Round all weights of a complete Hessian, which is freed; yield the tensors of each."""
     matrix = hessian.pop_matrix()
-    require_finite(matrix, hessian.weights[0][0].source.name)
+    require_finite_inputs(matrix, hessian.weights[0][0].source.name)
 
     # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
     propagations: dict[bytes, ErrorPropagation] = {}
@@ -449,7 +449,7 @@ class KeptInputs:
         Raises:
             OutputError: the disk is full or fails.
         """
-        offset = self._file.write(bytes_of(inputs.cpu().contiguous()))
+        offset = self._file.write(view_bytes(inputs.cpu().contiguous()))
         self._calls.setdefault(hessian, []).append((document, offset, inputs.shape, inputs.dtype))
 
     def move_to(self, hessian: Hessian) -> None:
@@ -464,7 +464,7 @@ class KeptInputs:
         hessian.accumulating = True
         for document, offset, shape, dtype in self._calls.pop(hessian, ()):
             inputs = torch.empty(shape, dtype=dtype)
-            self._file.read(bytes_of(inputs), offset)
+            self._file.read(view_bytes(inputs), offset)
             hessian.add(inputs.to(self._device), document)
 
     def clear(self) -> None:

@@ -212,7 +212,7 @@ def observe_inputs(
     def after_unit(unit: str, *_: object) -> None:
         for statistics in by_layer.get(unit, ()):
             if statistics.absmax is not None:
-                require_finite(statistics.absmax, statistics.tensors[0])
+                require_finite_inputs(statistics.absmax, statistics.tensors[0])
 
     def body(ids: Tensor) -> Tensor:
         return model.logits(ids, CacheObserver(model.model.config, caches) if caches else None)
@@ -246,7 +246,7 @@ def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[
         statistics.merge(state)
 
 
-def require_finite(values: Tensor, name: str) -> None:
+def require_finite_inputs(values: Tensor, name: str) -> None:
     """Refuse infinity and NaN in what was computed from the inputs of a tensor.
 
     Raises:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..convert.conversion import COMPILED_MEMORY, loops
-from ..data.corpus import Corpus, read_corpus
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
@@ -54,6 +53,7 @@ from .smoothing import MappingTransforms, SmoothingMapping
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..data.corpus import Corpus
     from ..streaming.model import StreamedModel
     from ..streaming.offload import OffloadFile
     from ..streaming.pass_checkpoint import PassCheckpoint
@@ -206,6 +206,8 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
         UsageError: options of the texts do not make sense, or `datasets` is not installed.
         OutputError: another rank has failed.
     """
+    from ..data.corpus import read_corpus
+
     tokenizer = session.find_tokenizer(source, checkpoint)
     corpus = read_corpus(texts, tokenizer, "calibration")
     ranks.require_same([corpus.sha256, dict(checkpoint.shards)], session.TEXTS_OR_CHECKPOINTS)

@@ -112,8 +112,7 @@ def read_corpus(options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evalua
         has at least one.
 
     Raises:
-        UsageError: `options.length` has no room beside the tokenizer's prefix, a text is given twice, or a dataset
-            needs `datasets` 4 or newer.
+        UsageError: `options.length` has no room beside the tokenizer's prefix, or a dataset needs `datasets`.
         SourceError: a text cannot be read or is too short, or the tokenizer or its chat template fails on one.
     """
     if options.length <= len(tokenizer.prefix):
@@ -141,9 +140,6 @@ def _domains(
     if options.text:
         paths = [Path(text) for text in options.text]
         names = options.names
-        if len(set(paths)) < len(paths):
-            raise UsageError("a text is given twice", "give each once")
-
         return [open_file(path, name) for path, name in zip(paths, names, strict=True)], {"files": names}, []
 
     if options.dataset:

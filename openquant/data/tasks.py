@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,14 +135,7 @@ class LMEvalTasks:
             self._requests_of.setdefault(instance.task_name, []).append(number)
 
         self.questions = sum(len(_questions(of_task)) for of_task in samples.values())
-        metrics = {name: list(_scores(of_task, name)) for name, of_task in samples.items()}
-        for name, of_task in metrics.items():
-            if not of_task:
-                raise UsageError(
-                    f"{name} of lm-eval has no accuracy",
-                    f"choose tasks with {', '.join(METRICS[:-1])} or {METRICS[-1]}",
-                )
-        self.metrics: Mapping[str, Sequence[str]] = metrics
+        self.metrics: Mapping[str, Sequence[str]] = {name: list(_scores(of_task)) for name, of_task in samples.items()}
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `questions.Tasks`."""
@@ -156,7 +148,7 @@ class LMEvalTasks:
         return [
             TaskAnswers(
                 name,
-                _scores(of_task, name),
+                _scores(of_task),
                 np.array([_pick(sample) for sample in _questions(of_task)], np.int64),
                 np.array(self._requests_of.get(name, ()), np.int64),
             )
@@ -230,31 +222,16 @@ def _questions(samples: _Samples) -> list[dict[str, Any]]:
     return next(iter(samples.values()), [])
 
 
-def _scores(samples: _Samples, task: str) -> dict[str, Figures]:
+def _scores(samples: _Samples) -> dict[str, Figures]:
     """Return the scores of each question of a task, by metric and filter."""
     return {
         metric if name == _UNFILTERED else f"{metric},{name}": np.array(
-            [_score(sample, metric, task) for sample in of_filter], np.float64
+            [sample[metric] for sample in of_filter], np.float64
         )
         for name, of_filter in samples.items()
         for metric in METRICS
         if metric in of_filter[0]
     }
-
-
-def _score(sample: Mapping[str, Any], metric: str, task: str) -> float:
-    """Return a question's score, which functions of a YAML may compute."""
-    try:
-        score = float(sample[metric])
-    except (LookupError, TypeError, ValueError):
-        score = math.nan
-    if not 0 <= score <= 1:
-        raise SourceError(
-            f"{task} of lm-eval has a question whose {metric} is {short_repr(sample.get(metric))}, "
-            "not a number from 0 to 1",
-            "leave that task out",
-        )
-    return score
 
 
 def _pick(sample: Mapping[str, Any]) -> int:

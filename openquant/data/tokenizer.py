@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
@@ -98,6 +97,8 @@ class Tokenizer:
         Raises:
             SourceError: the model has no template, or the template fails.
         """
+        from unittest.mock import patch
+
         from transformers.utils import chat_template_utils
 
         if self.template is None:
@@ -199,10 +200,8 @@ def _read(directory: Path) -> dict[str, bytes]:
 
 
 def _object(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    value = parse_json(files[name], name) if name in files else {}
-    if not isinstance(value, dict):
-        raise SourceError(f"{name} is {short_repr(value)}, not a JSON object", "download or copy it again")
-    return value
+    settings: dict[str, Any] = parse_json(files[name], name) if name in files else {}
+    return settings
 
 
 def _template(files: dict[str, bytes]) -> str | None:

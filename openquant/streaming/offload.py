@@ -143,7 +143,7 @@ class OffloadedTensors:
             size = storage.nbytes()
             # Another pass of the batch has offloaded a tensor that both refer to, such as the token ids.
             if size:
-                self._offloaded.append((storage, size, scratch.write(bytes_of(storage.cpu()))))
+                self._offloaded.append((storage, size, scratch.write(view_bytes(storage.cpu()))))
                 storage.resize_(0)
 
     def restore(self, scratch: OffloadFile) -> None:
@@ -159,11 +159,11 @@ class OffloadedTensors:
             storage, size, offset = self._offloaded.pop()
             storage.resize_(size)
             if storage.device.type == "cpu":
-                scratch.read(bytes_of(storage), offset)
+                scratch.read(view_bytes(storage), offset)
             else:
                 make: Any = torch.UntypedStorage
                 data = make(size)
-                scratch.read(bytes_of(data), offset)
+                scratch.read(view_bytes(data), offset)
                 storage.copy_(data)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
@@ -238,7 +238,7 @@ class HiddenStateStore:
                 suspended.offloaded.restore(self._scratch)
 
 
-def bytes_of(values: torch.UntypedStorage | torch.Tensor) -> memoryview:
+def view_bytes(values: torch.UntypedStorage | torch.Tensor) -> memoryview:
     """Return the bytes of a storage or a contiguous tensor on the CPU.
 
     Not through numpy: torch does not resize a storage that numpy has seen.

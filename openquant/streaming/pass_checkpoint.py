@@ -90,10 +90,8 @@ class PassCheckpoint:
     def _read(self) -> None:
         """Read all but the arguments of the passes, once the digest is found to be right."""
         with self._open() as file:
-            if not _has_valid_digest(file):
-                raise SourceError(f"{self.path} cannot be continued: it is damaged or incomplete", _AGAIN)
-            if file.read(len(_KIND)) != _KIND:
-                raise SourceError(f"{self.path} cannot be continued: another version of openquant has saved it", _AGAIN)
+            if not _has_valid_digest(file) or file.read(len(_KIND)) != _KIND:
+                raise SourceError(f"{self.path} cannot be continued: it is damaged, or of another version", _AGAIN)
 
             state = load(_read_part(file))
             self._calls_start = file.tell()

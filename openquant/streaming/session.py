@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from ..data.tokenizer import FILES, TEMPLATES, Tokenizer, load_tokenizer
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint, Fingerprint
@@ -31,6 +30,7 @@ from ..hub.source import ShardSupply, Source, supply_shards
 from ..threads import in_threads
 
 if TYPE_CHECKING:
+    from ..data.tokenizer import Tokenizer
     from .model import StreamedModel
     from .offload import OffloadFile
 
@@ -54,6 +54,8 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint, like: Tokenizer | Non
     Raises:
         SourceError: there is none, it cannot be downloaded, it is damaged, or it fails or exceeds its limits.
     """
+    from ..data.tokenizer import FILES, TEMPLATES, load_tokenizer
+
     file_names = {*FILES, *TEMPLATES, "generation_config.json"}
     source.fetch_files([name for name in checkpoint.files if name in file_names])
     return load_tokenizer(source.root, source.repo or source.name, like)

@@ -175,13 +175,8 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
             )
         plain = inner[0]
 
-    try:
-        with quiet_transformers():
-            config_object = config_class.from_dict(plain)
-    except Exception as error:
-        raise SourceError(
-            f"transformers {RELEASE} refuses config.json: {_first_line(error)}", "download or copy it again"
-        ) from error
+    with _explain_errors("refuses config.json", "download or copy it again"):
+        config_object = config_class.from_dict(plain)
 
     for part in (config_object, *(getattr(config_object, name) for name in config_object.sub_configs)):
         if part is not None:
@@ -214,29 +209,26 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
     Raises:
         SourceError: transformers cannot make it.
     """
-    try:
-        with quiet_transformers(), ExitStack() as stack:
+    with _explain_errors(
+        f"cannot make {kind.__name__} of this config.json",
+        "download or copy it again; if it is sound, another version of transformers may know it",
+    ):
+        with ExitStack() as stack:
             for context in kind.get_init_context(dtype, False, False, None):
                 stack.enter_context(context)
             model: Any = kind(config)
 
-        with quiet_transformers():
-            model.tie_weights()
+        model.tie_weights()
 
-            # Only buffers that no checkpoint stores are computed then.
-            for parameter in model.parameters():
-                parameter._is_hf_initialized = True
-            model._move_missing_keys_from_meta_to_device(stored_buffers(model), {"": device}, None, None)
-            model._initialize_missing_keys(False)
-            # Models read the dtype of weights that are not loaded yet. Some weights stay in float32.
-            for part, part_dtype in model._get_dtype_plan(dtype).items():
-                for name, parameter in model.named_parameters():
-                    parameter.data = parameter.data.to(part_dtype) if part in name else parameter.data
-    except Exception as error:
-        raise SourceError(
-            f"transformers {RELEASE} cannot make {kind.__name__} of this config.json: {_first_line(error)}",
-            "download or copy it again; if it is sound, another version of transformers may know it",
-        ) from error
+        # Only buffers that no checkpoint stores are computed then.
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True
+        model._move_missing_keys_from_meta_to_device(stored_buffers(model), {"": device}, None, None)
+        model._initialize_missing_keys(False)
+        # Models read the dtype of weights that are not loaded yet. Some weights stay in float32.
+        for part, part_dtype in model._get_dtype_plan(dtype).items():
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data.to(part_dtype) if part in name else parameter.data
     for module in model.modules():
         module.__dict__.update(_STACK_ATTRIBUTES.get(type(module).__name__, {}))
     frozen: PreTrainedModel = model.eval().requires_grad_(False)
@@ -352,6 +344,16 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torc
     for name, text in sorted(info.conversion_errors.items()):
         last_line = (text.strip() or "unknown").splitlines()[-1].strip()
         raise SourceError(f"{name} cannot be made of the checkpoint's tensors: {last_line[:300]}", OTHER_WEIGHTS)
+
+
+@contextmanager
+def _explain_errors(what: str, hint: str) -> Iterator[None]:
+    """Raise what transformers raises meanwhile as a SourceError that says what it cannot do."""
+    try:
+        with quiet_transformers():
+            yield
+    except Exception as error:
+        raise SourceError(f"transformers {RELEASE} {what}: {_first_line(error)}", hint) from error
 
 
 def _first_line(error: Exception) -> str:

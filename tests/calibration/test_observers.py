@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import warnings
 from collections.abc import Callable
@@ -186,12 +187,22 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
         with pytest.raises(SourceError) as caught:
             PassCheckpoint(path, {})
         assert (caught.value.message, caught.value.hint) == (
-            f"{path} cannot be continued: it is damaged or incomplete",
+            f"{path} cannot be continued: it is damaged, or of another version",
             "remove it to begin again",
         )
 
     flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 10))
-    for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
+    other = data[:-32].replace(b"openquant passes", b"openquant future")
+    other += hashlib.sha256(other).digest()
+    for damaged in (
+        b"",
+        b"no file of ours",
+        other,
+        data[:-1],
+        data + b"\0",
+        data[:-1] + bytes([data[-1] ^ 128]),
+        *flipped,
+    ):
         path.write_bytes(damaged)
         refused()
 

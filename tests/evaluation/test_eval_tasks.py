@@ -299,16 +299,6 @@ def test_a_choice_without_its_question_is_no_answer(tmp_path: Path) -> None:
     assert answers.picked.tolist() == [1]
 
 
-def test_a_score_that_a_function_makes_is_checked(tmp_path: Path) -> None:
-    yaml = write_lm_eval(tmp_path / "tasks")
-    yaml.with_name("scores.py").write_text("def score(doc, results):\n    return {'acc': 100.0}\n")
-    task = json.loads(yaml.read_text())
-    lines = [f"{key}: {json.dumps(value)}" for key, value in task.items()]
-    yaml.write_text("\n".join([*lines, "process_results: !function scores.score"]))
-    with pytest.raises(SourceError, match=r"^mine of lm-eval has a question whose acc is 100.0, not a number from 0"):
-        read_tasks([yaml], 1)
-
-
 def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(EXAMPLE)
     with pytest.raises(SourceError, match=r"makes \d+ and 0 tokens of a prompt and its choice ''"):
