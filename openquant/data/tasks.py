@@ -31,6 +31,7 @@ import numpy.typing as npt
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.model_files import parse_json, read_small, short_repr
+from ..machine import first_line
 from ..version import install_hint
 
 # The metrics of lm-eval that say of each question whether the answer is right.
@@ -172,9 +173,8 @@ class LMEvalTasks:
         except OpenQuantError:
             raise
         except Exception as error:
-            first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise SourceError(
-                f"lm-eval cannot make the questions of {', '.join(self._tasks)}: {short_repr(first_line)}",
+                f"lm-eval cannot make the questions of {', '.join(self._tasks)}: {short_repr(first_line(error))}",
                 "`lm-eval ls tasks` lists its tasks; their data comes from the Hub",
             ) from error
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
 from ..files.model_files import parse_json, read_small, short_repr
+from ..machine import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -261,9 +262,8 @@ def _encode(inner: PreTrainedTokenizerBase, text: str, where: str, special: bool
 
 
 def _source_error(error: Exception, what: str) -> SourceError:
-    first_line = str(error).strip().partition("\n")[0]
     return SourceError(
-        f"{what}: {type(error).__name__}: {short_repr(first_line)}",
+        f"{what}: {type(error).__name__}: {short_repr(first_line(error))}",
         "see that transformers' AutoTokenizer loads it without trust_remote_code",
     )
 

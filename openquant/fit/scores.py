@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -469,21 +469,17 @@ def replaced_tensors(
             if group[0] not in shared:
                 members = [(weights[member], scheme) for member in group]
                 shared[group[0]] = shared_absmax(members, make_reader())
-            tensors.setdefault(weight.source.name, []).append(_Rounded(weight, scheme, shared[group[0]]))
+            tensors.setdefault(weight.source.name, []).append((weight, scheme, shared[group[0]]))
     return {name: partial(_rounded_tensor, rounded, make_reader) for name, rounded in tensors.items()}
 
 
-class _Rounded(NamedTuple):
-    """A weight, its scheme, and the largest absolute weight of all that share its per-tensor or global scale."""
-
-    weight: Weight
-    scheme: Scheme
-    absmax: Floats
+# A weight, its scheme, and the largest absolute weight of all that share its per-tensor or global scale.
+_Rounded = tuple[Weight, Scheme, Floats]
 
 
 def _rounded_tensor(weights: list[_Rounded], make_reader: Callable[[], Reader]) -> torch.Tensor:
     reader = make_reader()
-    tensor = torch.empty(weights[0].weight.source.shape, dtype=torch.bfloat16)
+    tensor = torch.empty(weights[0][0].source.shape, dtype=torch.bfloat16)
     flat = tensor.view(torch.int16).numpy().view(np.uint16).reshape(-1)
     for weight, scheme, absmax in weights:
         write_bfloat16(rounded_rows(weight, scheme, absmax, reader), _rows_of(weight, flat))

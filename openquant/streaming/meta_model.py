@@ -84,7 +84,6 @@ class MetaModel:
         needs: the tensors of each unit and of REST.
         targets: for each tensor of the checkpoint, the parameter that it becomes or is a part of. Experts that the
             checkpoint has one by one and the model stacked are listed under the name of the stack.
-        unexpected: tensors of the checkpoint that the model has no parameter for, such as MTP layers.
         nbytes: bytes of all weights when they are loaded.
 
     Raises:
@@ -126,8 +125,6 @@ class MetaModel:
         stack_targets = transformers_internals.parameter_targets(self.model, stacks) if stacks else {}
         self.targets |= stack_targets
         tensors.stacks.update({name: stacks[name] for name in stack_targets})
-        stacked = {piece for name in stack_targets for piece in tensors.pieces(name)}
-        self.unexpected = tuple(name for name in unplaced if name not in stacked)
         self.needs = self._find_needs()
 
     def _find_needs(self) -> dict[str, UnitTensors]:
@@ -538,7 +535,7 @@ def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> 
 
     Returns:
         Each complete stack under both names it may have: of a parameter, and of a module's weight. Stacks that lack a
-        projection, or whose projections have different shapes, are left out.
+        projection are left out.
     """
     stacks: dict[str, ExpertStack] = {}
     for experts in MODELS[architecture].experts if architecture in MODELS else ():
@@ -564,15 +561,14 @@ def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> 
 def _stack(
     name: str, layout: StackedExperts, members: list[StackMember], tensors: Mapping[str, TensorInfo]
 ) -> ExpertStack | None:
-    """The stack of these members; None if some are missing or have another shape."""
+    """The stack of these members; None if some are missing."""
     count = members[-1].expert + 1
-    shapes = {tensors[member.name].shape for member in members}
     complete = [(member.expert, member.part) for member in members] == [
         (expert, part) for expert in range(count) for part in range(len(layout.parts))
     ]
-    if not complete or len(shapes) != 1:
+    if not complete:
         return None
-    [(rows, cols)] = shapes
+    rows, cols = tensors[members[0].name].shape
     rows *= len(layout.parts)
     shape = (count, cols, rows) if layout.transposed else (count, rows, cols)
     return ExpertStack(TensorInfo(name, tensors[members[0].name].dtype, shape), layout, tuple(members))

@@ -93,10 +93,7 @@ class OffloadFile:
         with self._explain_errors("read"):
             done = 0
             while done < len(into):
-                count = os.preadv(self._file.fileno(), [into[done:]], offset + done)
-                if count == 0:
-                    raise OSError(f"the scratch file ends at {offset + done}")
-                done += count
+                done += os.preadv(self._file.fileno(), [into[done:]], offset + done)
         self._free.setdefault(len(into), []).append(offset)
 
     def clear(self) -> None:

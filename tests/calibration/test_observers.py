@@ -224,6 +224,18 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
     assert not list(tmp_path.glob("x.part*"))
 
 
+def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
+    kept = PassCheckpoint(tmp_path / "x.part", {})
+    assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), pass_checkpoint=kept)
+    assert not kept.path.exists()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.part")
+    with pytest.raises(SourceError, match="x.part is not a regular file$"):
+        PassCheckpoint(tmp_path / "x.part", {})
+
+
 @pytest.mark.usefixtures("at_once")
 def test_a_full_disk_is_an_error_that_names_the_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ import torch
 from conftest import EXAMPLE
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
 from openquant.cli.commands import main
+from openquant.diagnosis.diagnose import sample_step
 from openquant.diagnosis.result import LayerDiagnosis
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -296,3 +297,7 @@ def test_the_table_and_json(example: Path, capsys: pytest.CaptureFixture[str]) -
     assert (found["scheme"], found["rows_read"], len(found["layers"])) == ("channel", 1.0, 28)
     layer = found["layers"][0]
     assert layer["row_errors"]["channel"] > 0
+
+
+def test_the_step_is_odd_and_measures_enough() -> None:
+    assert [sample_step(shape) for shape in [(1, 5000), (128, 4096), (2048, 2048), (53248, 16384)]] == [1, 5, 65, 1665]

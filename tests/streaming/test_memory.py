@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ from openquant.plan.plan import make_plan
 from openquant.streaming.memory import (
     MemoryStep,
     gptq_steps,
+    hidden_bytes,
     memory_left,
+    rounded_up,
+    vocabulary_of,
     weight_memory,
 )
 from support import small_checkpoints, starting
@@ -155,3 +159,14 @@ def test_what_no_step_takes_is_left() -> None:
     assert memory_left(1, steps, refuse=False) == 0
     with pytest.raises(UsageError, match="too little: b takes up to "):
         memory_left(1, steps)
+
+
+def test_sizes_are_rounded_up_and_may_be_those_of_the_text_config(tmp_path: Path) -> None:
+    for nbytes, expected in ((1, "10MB"), (500_000_000, "510MB"), (1_300_000_000, "1.4GB")):
+        assert rounded_up(nbytes) == expected
+    opened = open_checkpoint(small_checkpoints.write(tmp_path))
+    sizes = {"hidden_size": 64, "vocab_size": 100}
+    for config in (sizes, {"text_config": sizes}):
+        checkpoint = replace(opened, config=config)
+        # Hidden states and embeddings, two bytes a value.
+        assert (hidden_bytes(checkpoint, 10), vocabulary_of(checkpoint)) == (10 * 64 * 2 * 2, 100)

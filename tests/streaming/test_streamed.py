@@ -19,6 +19,7 @@ from conftest import EXAMPLE, change_json
 from openquant import dequantize
 from openquant.errors import OpenQuantError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming import interleaved
 from openquant.streaming import model as module
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.meta_model import LazyTensors
@@ -283,6 +284,13 @@ def test_weights_that_are_nan_are_named(tmp_path: Path) -> None:
     with pytest.raises(OpenQuantError, match=f"{name} in model.safetensors holds NaN"):
         streamed_logits(StreamedModel(open_checkpoint(coded)), BATCHES)
     assert passes_left() == []
+
+
+def test_what_was_freed_is_given_back_after_each_unit(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(interleaved, "give_memory_back", lambda: given.append(None))
+    streamed_logits(model, BATCHES)
+    assert len(given) == len(model.units)
 
 
 def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
