@@ -1,6 +1,7 @@
 """evaluate(): the verb that compares outputs with their source, from opening them to writing eval.json.
 
-Several processes share the texts; the first combines their results and writes them.
+Several processes share the texts; the first combines their results and writes them. Modules that import transformers
+are imported only once the options and checkpoints are checked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..data.corpus import Corpus, read_corpus
 from ..data.tasks import Tasks, read_tasks
@@ -30,11 +31,12 @@ from ..plan.architecture import known_architecture
 from ..result import Place, Preview, Reporter, default_reporter
 from ..streaming import session
 from ..streaming.memory import answer_memory, evaluation_steps, hidden_bytes, memory_left
-from ..streaming.pass_checkpoint import PassCheckpoint
-from .compare import compare_outputs
-from .results import Evaluation, EvaluationSettings, ModelUnderTest, versions
-from .task_passes import TaskRequests, encode_requests, longest_sequence
 from .types import counted_questions
+
+if TYPE_CHECKING:
+    from ..streaming.pass_checkpoint import PassCheckpoint
+    from .results import Evaluation, EvaluationSettings, ModelUnderTest
+    from .task_passes import TaskRequests
 
 
 @verb(Evaluate, Texts, positional=("outputs", "source"))
@@ -66,6 +68,8 @@ def _evaluate(options: Evaluate, texts: Texts, ranks: Ranks, reporter: Reporter)
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     inputs = _check_inputs(options, texts, ranks)
+    from .compare import compare_outputs
+
     settings = _settings(options, inputs, ranks)
     progress = session.checked_progress(ranks, reporter.on_progress)
     source, *outputs = inputs.subjects
@@ -114,6 +118,8 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     names = [model.repo or model.name for model in models]
     memory_left(options.max_memory, evaluation_steps(list(zip(names, checkpoints, strict=True)), texts.length))
 
+    from .results import ModelUnderTest
+
     read = read_tasks(options.tasks, options.limit) if options.tasks else None
     tokenizers: list[Tokenizer] = []
     for model, checkpoint in zip(models, checkpoints, strict=True):
@@ -137,6 +143,8 @@ def _encode_tasks(
     tasks: Tasks, options: Evaluate, texts: Texts, source: Checkpoint, tokenizer: Tokenizer
 ) -> TaskRequests:
     """Make tokens of the questions of tasks."""
+    from .task_passes import TaskRequests, encode_requests, longest_sequence
+
     longest = longest_sequence(source.config, tokenizer)
     requests = encode_requests(tasks.requests, tokenizer, longest)
     # Private directories are not published.
@@ -146,6 +154,8 @@ def _encode_tasks(
 
 def _settings(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> EvaluationSettings:
     """Return the settings of the comparison."""
+    from .results import EvaluationSettings
+
     tasks = inputs.tasks
     longest_text = inputs.corpus.length if tasks is None else max(inputs.corpus.length, tasks.longest)
     left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
@@ -185,6 +195,8 @@ def _hidden_bytes(inputs: _Inputs, ranks: Ranks) -> int:
 
 def _conditions(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> dict[str, str]:
     """What must be the same for an interrupted evaluation to be continued."""
+    from .results import versions
+
     source, *outputs = (
         _sha256([subject.fingerprint.stamp, model.digests(subject.checkpoint)])
         for model, subject in zip(inputs.models, inputs.subjects, strict=True)
@@ -252,6 +264,8 @@ def _pass_checkpoint(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> PassCh
     Raises:
         SourceError: there is a file that is damaged, or from a run of other models, texts or options.
     """
+    from ..streaming.pass_checkpoint import PassCheckpoint
+
     directory = _scratch_directory(options, inputs.models)
     entry = known_architecture(inputs.subjects[0].checkpoint)
     if entry is None or entry.repeats or not os.access(directory, os.W_OK):

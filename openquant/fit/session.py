@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..convert.conversion import COMPILED_MEMORY, loops, worth_compiling
 from ..data.corpus import Corpus, read_corpus
@@ -27,12 +27,14 @@ from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_step, scoring_step
-from ..streaming.model import StreamedModel
-from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.session import BUDGET, Scratch, find_tokenizer, part_path, streamed_run
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
-from .scores import Measured, find_variants, measure_mixtures, scores_of
+
+if TYPE_CHECKING:
+    from ..streaming.model import StreamedModel
+    from ..streaming.pass_checkpoint import PassCheckpoint
+    from .scores import Measured
 
 # Documents and tokens of each that scores are measured on, and of those that mixtures are compared on.
 SCORED = (3, 96)
@@ -88,6 +90,8 @@ class Session:
 
     @cached_property
     def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
+        from .scores import find_variants
+
         return find_variants(self._model(), self.menu.units)
 
     def steps(self, mixtures: int) -> list[MemoryStep]:
@@ -117,6 +121,8 @@ class Session:
             SourceError: the model or a text cannot be read.
             OutputError: the scores cannot be written.
         """
+        from .scores import scores_of
+
         kept = self.kept
         target = self._target
         on_note = self.opened.reporter.on_note
@@ -164,11 +170,15 @@ class Session:
     def _checkpoint(self) -> PassCheckpoint | None:
         """The file that interrupted scoring continues from; None if something else than arguments may go from layer to
         layer."""
+        from ..streaming.pass_checkpoint import PassCheckpoint
+
         if known_architecture(self.opened.checkpoint) is None:
             return None
         return PassCheckpoint(part_path(self._target.path, Ranks()), self._conditions)
 
     def _model(self) -> StreamedModel:
+        from ..streaming.model import StreamedModel
+
         return StreamedModel(self.opened.checkpoint, device=self.opened.device)
 
     def _measure(
@@ -178,6 +188,8 @@ class Session:
         changes: Mapping[int, Sequence[str]] | None = None,
         checkpoint: PassCheckpoint | None = None,
     ) -> Measured:
+        from .scores import measure_mixtures
+
         opened = self.opened
         plan = self.menu.plan
         if changes:

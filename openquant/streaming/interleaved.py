@@ -394,7 +394,7 @@ class _Run(Generic[T]):
         """
         model = self.passes[0].model
         unit = self.passes[0].unit
-        if not checkpoint.is_computed(unit, isinstance(model.units[unit], nn.Embedding)):
+        if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
             calls = checkpoint.saved_calls(unit, [suspended.call for suspended in self.passes], model.device)
             for suspended, call in zip(self.passes, calls, strict=False):
                 suspended.call = call

@@ -81,7 +81,8 @@ class PassCheckpoint:
         # The unit that passes were saved at, and where in the file their arguments begin.
         self._unit = ""
         self._calls_start = 0
-        # Whether all that goes from unit to unit can be saved.
+        self._entered: set[str] = set()
+        # Whether all that goes from unit to unit can be saved, and each unit is called once.
         self._supported = True
 
         if os.path.lexists(path):
@@ -116,13 +117,15 @@ class PassCheckpoint:
         """Names of the units that are computed, embedding tables left out."""
         return frozenset(self._outputs)
 
-    def is_computed(self, unit: str, is_embedding: bool) -> bool:
-        """Return whether an earlier run computed a unit that passes reach, so that it is skipped.
+    def enter_unit(self, unit: str, is_embedding: bool) -> bool:
+        """Note that passes reach a unit, and return whether an earlier run computed it, so that it is skipped.
 
         Args:
             unit: its name.
             is_embedding: whether it is an embedding table, which is always computed again.
         """
+        self._supported = self._supported and unit not in self._entered
+        self._entered.add(unit)
         return self._unit not in ("", unit) and not is_embedding
 
     def zero_output(self, unit: str, number: int, device: str) -> Any:
