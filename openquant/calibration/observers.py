@@ -203,15 +203,22 @@ def observe_inputs(
             names = (f"the KV cache of layer {number} ({kind})" for kind in ("keys", "values"))
             keys, values = (RunningStatistics((name,), 0) for name in names)
             caches[number] = keys, values
-    by_layer = _group_by_layer(model, linears, experts, caches)
-    all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
+
+    # Each with its layer, in the order of layers.
+    inputs = [(model.unit_of(name), statistics) for name, statistics in linears.items()]
+    for name, points in experts.items():
+        inputs += [(model.unit_of(name), one) for one in (points.first, points.down) if one is not None]
+    inputs.sort(key=lambda pair: layers.index(pair[0]))
+    observed = [*inputs, *((layers[number], one) for number, both in caches.items() for one in both)]
+    all_statistics = [statistics for _, statistics in observed]
+
     if pass_checkpoint is not None:
         _merge_states(all_statistics, pass_checkpoint.saved or ())
         pass_checkpoint.extra = lambda: [statistics.state() for statistics in all_statistics]
 
     def after_unit(unit: str, *_: object) -> None:
-        for statistics in by_layer.get(unit, ()):
-            if statistics.absmax is not None:
+        for layer, statistics in observed:
+            if layer == unit and statistics.absmax is not None:
                 require_finite_inputs(statistics.absmax, statistics.tensors[0])
 
     def body(ids: Tensor) -> Tensor:
@@ -230,14 +237,14 @@ def observe_inputs(
         progress=progress,
         checkpoint=pass_checkpoint,
     )
+
     # The first rank gets what the others have recorded; the others get nothing.
     if ranks.size > 1:
         for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
             _merge_states(all_statistics, load(data))
+
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
-    of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
-    of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]
-    return _merge_same_inputs(statistics.to_input_statistics() for statistics in of_inputs), kv_absmax
+    return _merge_same_inputs(statistics.to_input_statistics() for _, statistics in inputs), kv_absmax
 
 
 def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[Mapping[str, Any]]) -> None:
@@ -257,23 +264,6 @@ def require_finite_inputs(values: Tensor, name: str) -> None:
             f"the inputs of {name} are not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
-
-
-def _group_by_layer(
-    model: StreamedModel,
-    linears: Mapping[str, RunningStatistics],
-    experts: Mapping[str, ExpertWeights[RunningStatistics]],
-    caches: Mapping[int, tuple[RunningStatistics, RunningStatistics]],
-) -> dict[str, list[RunningStatistics]]:
-    """The statistics of each decoder layer: of its inputs, then of its cache."""
-    by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in model.layers}
-    for name, statistics in linears.items():
-        by_layer[model.unit_of(name)].append(statistics)
-    for name, points in experts.items():
-        by_layer[model.unit_of(name)] += [one for one in (points.first, points.down) if one is not None]
-    for number, keys_and_values in caches.items():
-        by_layer[model.layers[number]] += keys_and_values
-    return by_layer
 
 
 def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:

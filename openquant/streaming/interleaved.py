@@ -198,21 +198,21 @@ def run_with_hooks(
         with products_in_float32(model.device), hooks.on(number):
             yield
 
-    texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
+    def make_pass(number: int) -> ForwardPass[object]:
+        ids = torch.tensor(corpus.documents[number].ids, device=model.device)
+        return ForwardPass(model, partial(body, ids), partial(observe, number))
+
     resumed = frozenset() if checkpoint is None else checkpoint.done
     layers = [layer for layer in model.layers[: model.layers.index(until) + 1] if layer not in resumed]
 
     with limited_threads(model, corpus.length):
         run_interleaved(
-            [
-                [ForwardPass(model, partial(body, ids), partial(observe, number))]
-                for number, ids in zip(documents, texts, strict=True)
-            ],
+            [[make_pass(number)] for number in documents],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
             until=until,
-            progress=PassProgress(layers, len(texts) * corpus.length, progress).layer_done,
+            progress=PassProgress(layers, len(documents) * corpus.length, progress).layer_done,
             checkpoint=checkpoint,
         )
 

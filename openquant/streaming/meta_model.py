@@ -390,15 +390,14 @@ class LazyTensors:
             files[shard] = self._map_shard(shard)
         return partial(_plain, self.checkpoint.tensors[name], files[shard], offset)
 
-    def byte_ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
-        """Return offset and length in bytes of all stored tensors that these are made of, by shard."""
-        ranges: dict[str, list[tuple[int, int]]] = {}
+    def shards(self, names: Iterable[str]) -> set[str]:
+        """Return file names of the shards that hold all stored tensors that these are made of."""
+        shards: set[str] = set()
         for piece in (piece for name in names for piece in self.pieces(name)):
             weight = self.weights.get(piece)
-            for info in weight.parts if weight is not None else (self.checkpoint.tensors[piece],):
-                shard, offset = self.checkpoint.where[info.name]
-                ranges.setdefault(shard, []).append((offset, info.nbytes))
-        return ranges
+            stored = (self.checkpoint.tensors[piece],) if weight is None else weight.parts
+            shards.update(self.checkpoint.where[info.name].shard for info in stored)
+        return shards
 
     def release_pages(self) -> None:
         """Drop the pages of mapped files from this process's memory; the next access reads them again."""

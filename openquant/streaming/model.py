@@ -120,7 +120,7 @@ class StreamedModel(MetaModel):
         found = {}
         for unit in self.order:
             shards = {self.checkpoint.where[name].shard for name in self.scales.get(unit, ())}
-            found[unit] = sorted(shards.union(self.tensors.byte_ranges(self.needs[unit].tensors)))
+            found[unit] = sorted(shards | self.tensors.shards(self.needs[unit].tensors))
         return found
 
     def embed_in_pieces(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
