@@ -29,7 +29,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ from ..errors import SourceError
 from ..files.model_files import short_repr
 from ..plan.architecture import known_architecture
 from ..streaming.interleaved import ForwardPass
+from ..streaming.memory import config_levels
 from ..streaming.model import StreamedModel, products_in_float32
 from ..streaming.packing import ChoiceRequest, Pack, make_packs, packed_logits, packing_of
 from ..streaming.session import documents_of_rank
@@ -235,8 +236,7 @@ def longest_sequence(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
         config: its config.json.
         tokenizer: its tokenizer, whose maximum counts if the config has none.
     """
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
+    for part in config_levels(config):
         for key in _LENGTH_KEYS:
             if isinstance(value := part.get(key), int) and value > 0:
                 return value
@@ -263,12 +263,13 @@ def encode_requests(
     inner: Any = tokenizer.inner
     prefix = inner.bos_token_id if inner.bos_token_id is not None else inner.eos_token_id
     first = tokenizer.decode([prefix]) if prefix is not None else None
-    encoded: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:
         special = not (first and text.startswith(first))
         return tokenizer.encode(text, special=special)
 
+    # Requests of one question follow one another.
+    encode_context = lru_cache(maxsize=1)(encode)
     requests = []
     for context, choice in pairs:
         stripped = context.rstrip()
@@ -278,11 +279,7 @@ def encode_requests(
             before = [] if prefix is None else [prefix]
             after = ids[1:] if ids[:1] == before else ids
         else:
-            if stripped not in encoded:
-                # Requests of one question follow one another.
-                encoded.clear()
-                encoded[stripped] = encode(stripped)
-            before = encoded[stripped]
+            before = encode_context(stripped)
             after = encode(stripped + continuation)[len(before) :]
         if not before or not 0 < len(after) <= max_length:
             raise SourceError(
