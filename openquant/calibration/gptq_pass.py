@@ -24,7 +24,7 @@ accumulated in parts: the first while texts run through the layer, the others fr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,16 +35,7 @@ from torch import Tensor, nn
 from ..data.corpus import Corpus
 from ..errors import SourceError
 from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace
-from ..formats.kernels import (
-    BITS_TYPE,
-    Bits,
-    Loops,
-    choose_scales,
-    choose_shared_scale,
-    pack,
-    pack_words,
-    to_float32,
-)
+from ..formats import kernels
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
@@ -53,17 +44,15 @@ from ..registry.architecture import ModuleRules
 from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
 from ..streaming.memory import ROWS, hessian_nbytes
 from ..streaming.model import Advanced, StreamedModel
-from ..streaming.offload import OffloadFile
+from ..streaming.offload import OffloadFile, view_bytes
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns
-from .observers import RunningStatistics, find_hook_points
+from .observers import RunningStatistics, find_hook_points, require_finite_inputs
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24
-# The user is told how many experts fewer tokens were routed to.
-FEW_TOKENS = 256
 
 
 def round_layers(
@@ -71,14 +60,13 @@ def round_layers(
     plan: Plan,
     corpus: Corpus,
     store: LayerStore,
-    loops: Loops,
+    loops: kernels.Loops,
     *,
     max_hessian_bytes: int,
     sensitivities: Mapping[str, Tensor] | None = None,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
-    note: Callable[[str], object] = str,
 ) -> dict[str, TensorPlace]:
     """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
 
@@ -96,7 +84,6 @@ def round_layers(
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
         pass_checkpoint: file from which an interrupted pass continues; None for none.
-        note: called with a line for the user if few tokens were routed to some experts.
 
     Returns:
         Path of a file and byte offset in it of each rounded tensor (codes, scales, global scales, zero points), by the
@@ -140,14 +127,14 @@ def round_layers(
             checkpoint=pass_checkpoint,
         )
 
-    _note_few_tokens(rounder.expert_tokens, note)
     return places | rounder.places
 
 
+@dataclass
 class _Rounder:
     """Rounds the weights of a layer once all texts are through it, a part of its Hessians at a time.
 
-    Args:
+    Attributes:
         units: all Hessians, by layer.
         parts: those that are still to be rounded, in parts that fit in memory, by layer.
         layers: names of the decoder layers, in order.
@@ -155,33 +142,24 @@ class _Rounder:
         reader: reads the weights.
         store: where rounded layers are written.
         kept: keeps the inputs of all parts of a layer but the first.
+        places: where the tensors of each layer that is rounded lie, by name.
     """
 
-    def __init__(
-        self,
-        units: Mapping[str, LayerHessians],
-        parts: dict[str, list[list[Hessian]]],
-        layers: Sequence[str],
-        texts: int,
-        reader: Reader,
-        store: LayerStore,
-        kept: KeptInputs,
-    ) -> None:
-        self.units = units
-        self.parts = parts
-        self.layers = layers
-        self.texts = texts
-        self.reader = reader
-        self.store = store
-        self.kept = kept
-        self.places: dict[str, TensorPlace] = {}
-        self.expert_tokens: list[int] = []
+    units: Mapping[str, LayerHessians]
+    parts: dict[str, list[list[Hessian]]]
+    layers: Sequence[str]
+    texts: int
+    reader: Reader
+    store: LayerStore
+    kept: KeptInputs
+    places: dict[str, TensorPlace] = field(default_factory=dict)
 
-        for unit, (first, *others) in parts.items():
-            for hessian in [*units[unit].moe_hessians, *first]:
+    def __post_init__(self) -> None:
+        for unit, (first, *others) in self.parts.items():
+            for hessian in [*self.units[unit].moe_hessians, *first]:
                 hessian.accumulating = True
             for hessian in itertools.chain(*others):
-                hessian.kept = kept
+                hessian.kept = self.kept
 
     def after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
         """Round a layer after the last text."""
@@ -201,23 +179,11 @@ class _Rounder:
 
     def _round(self, unit: str, part: list[Hessian]) -> None:
         """Round the weights of a part's complete Hessians, and write them."""
-        self.expert_tokens += [hessian.tokens for hessian in part if hessian.moe_hessian is not None]
         hessians = self.units[unit].hessians
         tensors = [tensor for hessian in part for tensor in _round_weights(hessian, self.reader)]
         first = None if part == hessians else hessians.index(part[0])
         written = self.store.write(self.layers.index(unit), tensors, first)
         self.places.update({info.name: place for info, place in written.items()})
-
-
-def _note_few_tokens(expert_tokens: Sequence[int], note: Callable[[str], object]) -> None:
-    """Say how many experts few tokens were routed to."""
-    few = sum(tokens < FEW_TOKENS for tokens in expert_tokens)
-    none = expert_tokens.count(0)
-    if few:
-        note(
-            f"fewer than {FEW_TOKENS} tokens were routed to {few} of {len(expert_tokens)} experts, none to {none}: "
-            "more texts may help"
-        )
 
 
 def _read_store(
@@ -240,11 +206,7 @@ def _read_store(
 def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:
     """Round all weights of a complete Hessian, which is freed; yield the tensors of each."""
     matrix = hessian.pop_matrix()
-    if not torch.isfinite(matrix).all():
-        raise SourceError(
-            f"the inputs of {hessian.weights[0][0].source.name} are not finite on these texts",
-            "the model overflows there: look at its weights with openquant diagnose",
-        )
+    require_finite_inputs(matrix, hessian.weights[0][0].source.name)
 
     # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
     propagations: dict[bytes, ErrorPropagation] = {}
@@ -302,7 +264,7 @@ def _round_weight(
     `importance`, float32 [in], are the sums of squares of the inputs, by which the search for scales weights errors.
     """
     fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
-    global_scale = choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
+    global_scale = kernels.choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
 
     codes: list[Any] = []
     scales: list[Any] = []
@@ -314,19 +276,21 @@ def _round_weight(
             group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
             require_in_range(weight, group_absmax, scheme, reader.where)
 
-        scale, zero_point = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops)
+        scale, zero_point = kernels.choose_scales(
+            scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops
+        )
         if not fmt.shared or not scales:
             scales.append(np.asarray(fmt.encode_scales(scale, global_scale)))
         if zero_point is not None:
-            zero_points.append(pack_words(fmt.number.encode(zero_point), fmt.number))
+            zero_points.append(kernels.pack_words(fmt.number.encode(zero_point), fmt.number))
 
-        values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)
+        values = torch.from_numpy(kernels.to_float32(bits, weight.dtype)).to(device)
         shift = None if zero_point is None else torch.from_numpy(zero_point).to(device)
         quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift, loops)
 
         block = fmt.number.encode(quotients.cpu().numpy())
         stored = np.empty((len(block), fmt.number.nbytes(block.shape[1])), np.uint8)
-        pack(block, stored, fmt.number)
+        kernels.pack(block, stored, fmt.number)
         codes.append(stored)
 
     arrays = {fmt.codes: codes, fmt.scale.name: scales}
@@ -340,14 +304,14 @@ def _round_weight(
         yield info, np.concatenate([block.reshape(-1).view(np.uint8) for block in blocks])
 
 
-def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[Bits]:
+def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[kernels.Bits]:
     """The weight in blocks of rows that are rounded together, each but the last a multiple of `multiple` rows.
 
     The blocks share one buffer: each is valid until the next.
     """
     rows, cols = weight.shape
     step = min(rows, max(1, WEIGHTS_AT_ONCE // (cols * multiple)) * multiple)
-    block = np.empty((step, cols), BITS_TYPE[weight.dtype])
+    block = np.empty((step, cols), kernels.BITS_TYPE[weight.dtype])
     filled = 0
 
     for bits in reader.rows(weight, multiple):
@@ -436,10 +400,10 @@ class Hessian:
         self.tokens += len(tokens)
         self.waiting.append(tokens)
         if sum(map(len, self.waiting)) >= ROWS:
-            self.add_waiting()
+            self.add_waiting_rows()
 
-    def add_waiting(self) -> None:
-        """Add the inputs that wait to the sum."""
+    def add_waiting_rows(self) -> None:
+        """Add the rows that wait to the sum."""
         tokens = torch.cat(self.waiting) if len(self.waiting) > 1 else self.waiting[0]
         self.waiting.clear()
         if self.upper is None:
@@ -452,7 +416,7 @@ class Hessian:
         """Return the symmetric matrix, float32 [in, in], including the share of the MoE layer, and free it here."""
         for hessian in (self, self.moe_hessian):
             if hessian is not None and hessian.waiting:
-                hessian.add_waiting()
+                hessian.add_waiting_rows()
         matrix, self.upper, self.accumulating = self.upper, None, False
         if matrix is None:
             matrix = torch.zeros(self.width, self.width)
@@ -466,7 +430,7 @@ class Hessian:
 
 
 class KeptInputs:
-    """Inputs of Hessians that do not fit in memory beside others of their layer, until these are rounded.
+    """Inputs of a layer's later parts of Hessians. They wait in a file until the earlier parts are rounded.
 
     Args:
         file: where they are written; it has nothing else.
@@ -485,9 +449,7 @@ class KeptInputs:
         Raises:
             OutputError: the disk is full or fails.
         """
-        # A copy: torch does not resize what numpy has seen, as hidden states are.
-        copied = inputs.cpu().clone(memory_format=torch.contiguous_format)
-        offset = self._file.write(_memory(copied))
+        offset = self._file.write(view_bytes(inputs.cpu().contiguous()))
         self._calls.setdefault(hessian, []).append((document, offset, inputs.shape, inputs.dtype))
 
     def move_to(self, hessian: Hessian) -> None:
@@ -502,18 +464,13 @@ class KeptInputs:
         hessian.accumulating = True
         for document, offset, shape, dtype in self._calls.pop(hessian, ()):
             inputs = torch.empty(shape, dtype=dtype)
-            self._file.read(_memory(inputs), offset)
+            self._file.read(view_bytes(inputs), offset)
             hessian.add(inputs.to(self._device), document)
 
     def clear(self) -> None:
         """Empty the file."""
         self._calls.clear()
         self._file.clear()
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, eq=False)

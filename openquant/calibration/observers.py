@@ -199,16 +199,27 @@ def observe_inputs(
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
     caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
     if not latent:
-        caches = {number: _cache_statistics(number) for number in range(len(layers))}
-    by_layer = _group_by_layer(model, linears, experts, caches)
-    all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
+        for number in range(len(layers)):
+            names = (f"the KV cache of layer {number} ({kind})" for kind in ("keys", "values"))
+            keys, values = (RunningStatistics((name,), 0) for name in names)
+            caches[number] = keys, values
+
+    # Each with its layer, in the order of layers.
+    inputs = [(model.unit_of(name), statistics) for name, statistics in linears.items()]
+    for name, points in experts.items():
+        inputs += [(model.unit_of(name), one) for one in (points.first, points.down) if one is not None]
+    inputs.sort(key=lambda pair: layers.index(pair[0]))
+    observed = [*inputs, *((layers[number], one) for number, both in caches.items() for one in both)]
+    all_statistics = [statistics for _, statistics in observed]
+
     if pass_checkpoint is not None:
         _merge_states(all_statistics, pass_checkpoint.saved or ())
         pass_checkpoint.extra = lambda: [statistics.state() for statistics in all_statistics]
 
     def after_unit(unit: str, *_: object) -> None:
-        for statistics in by_layer.get(unit, ()):
-            _require_finite(statistics)
+        for layer, statistics in observed:
+            if layer == unit and statistics.absmax is not None:
+                require_finite_inputs(statistics.absmax, statistics.tensors[0])
 
     def body(ids: Tensor) -> Tensor:
         return model.logits(ids, CacheObserver(model.model.config, caches) if caches else None)
@@ -226,14 +237,14 @@ def observe_inputs(
         progress=progress,
         checkpoint=pass_checkpoint,
     )
+
     # The first rank gets what the others have recorded; the others get nothing.
     if ranks.size > 1:
         for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
             _merge_states(all_statistics, load(data))
+
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
-    of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
-    of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]
-    return _merge_same_inputs(statistics.to_input_statistics() for statistics in of_inputs), kv_absmax
+    return _merge_same_inputs(statistics.to_input_statistics() for _, statistics in inputs), kv_absmax
 
 
 def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[Mapping[str, Any]]) -> None:
@@ -242,37 +253,17 @@ def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[
         statistics.merge(state)
 
 
-def _require_finite(statistics: RunningStatistics) -> None:
-    """Refuse infinite inputs and NaN."""
-    if statistics.absmax is not None and not torch.isfinite(statistics.absmax).all():
+def require_finite_inputs(values: Tensor, name: str) -> None:
+    """Refuse infinity and NaN in what was computed from the inputs of a tensor.
+
+    Raises:
+        SourceError: there is one.
+    """
+    if not torch.isfinite(values).all():
         raise SourceError(
-            f"the inputs of {statistics.tensors[0]} are not finite on these texts",
+            f"the inputs of {name} are not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
-
-
-def _cache_statistics(layer: int) -> tuple[RunningStatistics, RunningStatistics]:
-    """Statistics of the keys and of the values of a layer's cache."""
-    keys = RunningStatistics((f"the KV cache of layer {layer} (keys)",), 0)
-    values = RunningStatistics((f"the KV cache of layer {layer} (values)",), 0)
-    return keys, values
-
-
-def _group_by_layer(
-    model: StreamedModel,
-    linears: Mapping[str, RunningStatistics],
-    experts: Mapping[str, ExpertWeights[RunningStatistics]],
-    caches: Mapping[int, tuple[RunningStatistics, RunningStatistics]],
-) -> dict[str, list[RunningStatistics]]:
-    """The statistics of each decoder layer: of its inputs, then of its cache."""
-    by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in model.layers}
-    for name, statistics in linears.items():
-        by_layer[model.unit_of(name)].append(statistics)
-    for name, points in experts.items():
-        by_layer[model.unit_of(name)] += [one for one in (points.first, points.down) if one is not None]
-    for number, keys_and_values in caches.items():
-        by_layer[model.layers[number]] += keys_and_values
-    return by_layer
 
 
 def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:

@@ -17,7 +17,8 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -36,53 +37,25 @@ from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.decisions import PlanOptions, rounded_bytes, rounded_tensors
+from ..plan.decisions import PlanOptions, rounded_bytes
 from ..plan.plan import Plan
 from ..recipes import Request, gptq_texts
 from ..result import Place, Preview, Reporter, default_reporter
-from ..streaming.memory import (
-    MemoryStep,
-    calibration_steps,
-    gptq_steps,
-    hessian_memory,
-    kept_inputs,
-    memory_left,
-    sensitivity_steps,
-)
-from ..streaming.session import (
-    BUDGET,
-    TEXTS_OR_CHECKPOINTS,
-    Scratch,
-    ShardProvider,
-    checked_progress,
-    find_tokenizer,
-    hidden_bytes,
-    part_path,
-    streamed_run,
-    vocabulary_of,
-    work_as_shards_arrive,
-)
+from ..streaming import memory, session
+from ..streaming.memory import MemoryStep, hidden_bytes, memory_left
 from ..version import __version__
 from ..weights.reading import Reader
 from ..weights.statistics import SUFFIX, Calibration, calibrations, read_calibration
 from ..weights.weight import WeightTransforms
-from .smoothing import (
-    MappingTransforms,
-    SmoothingMapping,
-    apply_smoothing,
-    awq_scale,
-    combine_transforms,
-    mapping_shards,
-    search_memory,
-    smoothquant_scale,
-    usable_mappings,
-    with_importance,
-)
+from . import smoothing
+from .smoothing import MappingTransforms, SmoothingMapping
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..data.corpus import Corpus
+    from ..streaming.model import StreamedModel
+    from ..streaming.offload import OffloadFile
     from ..streaming.pass_checkpoint import PassCheckpoint
 
 
@@ -132,7 +105,7 @@ def _check_inputs(
     taken = taken_by([model_folder(options.model)], files_read(vars(texts)))
     target = Destination(path, option, kind, taken, elsewhere="name another file with -o")
     target.require()
-    memory_left(options.max_memory, calibration_steps(opened.checkpoint, texts.length))
+    memory_left(options.max_memory, memory.calibration_steps(opened.checkpoint, texts.length))
     return opened, read_texts(source, opened.checkpoint, texts, ranks), target
 
 
@@ -211,7 +184,7 @@ def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
     if calibration is not None:
         return calibration
 
-    _run(job, corpus, target, where=f"; kept in {path}")
+    _run(job, corpus, target, kept=f"; kept in {path}")
     job.ranks.agree(None)
     return read_calibration(path)
 
@@ -235,9 +208,9 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
     """
     from ..data.corpus import read_corpus
 
-    tokenizer = find_tokenizer(source, checkpoint)
-    corpus = read_corpus(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
-    ranks.require_same([corpus.sha256, dict(checkpoint.shards)], TEXTS_OR_CHECKPOINTS)
+    tokenizer = session.find_tokenizer(source, checkpoint)
+    corpus = read_corpus(texts, tokenizer, "calibration")
+    ranks.require_same([corpus.sha256, dict(checkpoint.shards)], session.TEXTS_OR_CHECKPOINTS)
     return corpus
 
 
@@ -246,7 +219,7 @@ def _run(
     corpus: Corpus,
     target: Destination,
     directory: str | os.PathLike[str] | None = None,
-    where: str = "",
+    kept: str = "",
 ) -> None:
     """Run texts through a model; the first rank writes the statistics of all ranks.
 
@@ -255,7 +228,7 @@ def _run(
         corpus: the texts.
         target: the file that is written.
         directory: where hidden states and streamed shards are kept; None for beside that file.
-        where: ends the first line that is reported.
+        kept: ends the first line that is reported.
     """
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
@@ -271,34 +244,49 @@ def _run(
         "number of ranks": str(ranks.size),
         "versions of libraries": f"openquant {__version__}, transformers {version('transformers')}",
     }
-    pass_checkpoint = PassCheckpoint(part_path(target.path, ranks), about)
-    opened.reporter.on_note(_describe(corpus.described, corpus.notes, pass_checkpoint) + where)
+    pass_checkpoint = PassCheckpoint(session.part_path(target.path, ranks), about)
+    opened.reporter.on_note(_describe(corpus.described, corpus.notes, pass_checkpoint) + kept)
 
-    free = memory_left(opened.run.max_memory, calibration_steps(checkpoint, corpus.length))
-    budget = BUDGET if free is None else free
-    place = Scratch(Path(directory or target.path.absolute().parent), budget, opened.run.stream, ranks.local_size)
+    free = memory_left(opened.run.max_memory, memory.calibration_steps(checkpoint, corpus.length))
+    budget = session.BUDGET if free is None else free
     documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
     hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
     model = StreamedModel(checkpoint, device=opened.device)
 
-    with streamed_run([(opened.source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
+    where = Path(directory or target.path.absolute().parent)
+    with _stream(opened, model, hidden, budget, where, ranks.local_size, hashes=True) as scratch:
         statistics, kv_absmax = observe_inputs(
             model,
             corpus,
             scratch=scratch,
             ranks=ranks,
-            progress=checked_progress(ranks, opened.reporter.on_progress),
+            progress=session.checked_progress(ranks, opened.reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
         # Shards that no text went through are read now.
         digest = fingerprint.hexdigest()
 
-    ranks.require_same(digest, TEXTS_OR_CHECKPOINTS)
+    ranks.require_same(digest, session.TEXTS_OR_CHECKPOINTS)
     if ranks.first:
         target.write(Calibration(statistics, digest, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.
     ranks.agree(None)
     pass_checkpoint.remove()
+
+
+def _stream(
+    opened: Opened,
+    model: StreamedModel,
+    hidden: int,
+    budget: int,
+    directory: Path,
+    processes: int = 1,
+    hashes: bool = False,
+) -> AbstractContextManager[OffloadFile | None]:
+    """Give a model its shards as they arrive, and hidden states beyond the budget a file in the directory."""
+    place = session.Scratch(directory, budget, opened.run.stream, processes)
+    origin = opened.source, opened.fingerprint()
+    return session.streamed_run([origin], hidden, place, opened.ranks, hashes, [model])
 
 
 def _describe(what: str, notes: Sequence[str], pass_checkpoint: PassCheckpoint) -> str:
@@ -361,32 +349,23 @@ def _find_sensitivities(job: Job, corpus: Corpus) -> dict[str, Tensor]:
     digest = _digest(job)
     store = rounded_layer_store(job.target, digest)
     ranks.first_does(store.claim)
-    if ranks.first_does(lambda: _has_all(store, job.plan)):
-        return {}
     # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
     pass_checkpoint = PassCheckpoint(store.sensitivities(ranks.rank, ranks.size), {"run": digest})
     job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
 
-    free = memory_left(job.run.max_memory, sensitivity_steps(job.checkpoint, corpus.length), refuse=False)
+    free = memory_left(job.run.max_memory, memory.sensitivity_steps(job.checkpoint, corpus.length), refuse=False)
     model = StreamedModel(job.checkpoint, device=job.device)
     groups = hessian_groups(find_hessians(model, job.plan).values(), job.plan.entry)
-    place = Scratch(job.target.absolute().parent, 0, job.run.stream)
-    with streamed_run([(job.source, job.fingerprint())], 0, place, ranks, hashes=False, models=[model]):
+    with _stream(job, model, 0, 0, job.target.absolute().parent):
         return find_sensitivities(
             model,
             corpus,
             groups,
-            budget=BUDGET if free is None else free,
+            budget=session.BUDGET if free is None else free,
             ranks=ranks,
-            progress=checked_progress(ranks, job.reporter.on_progress),
+            progress=session.checked_progress(ranks, job.reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
-
-
-def _has_all(store: LayerStore, plan: Plan) -> bool:
-    """Whether an earlier run has rounded all layers."""
-    places = store.places()
-    return all(info.name in places for pair in plan.gptq_rounded for info in rounded_tensors(*pair))
 
 
 def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
@@ -407,18 +386,10 @@ def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor])
     notes = () if plan.is_tuned else corpus.notes
     reporter.on_note(_describe(f"GPTQ with {corpus.described}", notes, pass_checkpoint))
 
-    # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
-    free = memory_left(job.run.max_memory, gptq_steps(job.checkpoint, plan, corpus.length), refuse=False)
-    fast = job.fast and (free is None or free > COMPILED_MEMORY)
-    half = max_hessian_bytes = BUDGET
-    if free is not None:
-        half = (free - fast * COMPILED_MEMORY) // 2
-        max_hessian_bytes = hessian_memory(plan) + half
-
+    fast, half, max_hessian_bytes = _divide_memory(job, corpus.length)
     model = StreamedModel(job.checkpoint, device=job.device)
     hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
-    place = Scratch(job.target.absolute().parent, half, job.run.stream)
-    with streamed_run([(job.source, job.fingerprint())], hidden, place, ranks, hashes=False, models=[model]) as scratch:
+    with _stream(job, model, hidden, half, job.target.absolute().parent) as scratch:
         places = round_layers(
             model,
             plan,
@@ -428,13 +399,26 @@ def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor])
             max_hessian_bytes=max_hessian_bytes,
             sensitivities=sensitivities,
             scratch=scratch,
-            progress=checked_progress(ranks, reporter.on_progress),
+            progress=session.checked_progress(ranks, reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
-            note=reporter.on_note,
         )
 
     pass_checkpoint.remove()
     return places
+
+
+def _divide_memory(job: Job, length: int) -> tuple[bool, int, int]:
+    """Divide the memory that GPTQ's largest layer leaves, with texts of so many tokens.
+
+    Returns:
+        Whether there is room for compiled loops; and bytes for hidden states, and for Hessians, in halves.
+    """
+    free = memory_left(job.run.max_memory, memory.gptq_steps(job.checkpoint, job.plan, length), refuse=False)
+    if free is None:
+        return job.fast, session.BUDGET, session.BUDGET
+    fast = job.fast and free > COMPILED_MEMORY
+    half = (free - fast * COMPILED_MEMORY) // 2
+    return fast, half, memory.hessian_memory(job.plan) + half
 
 
 def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
@@ -471,13 +455,13 @@ def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
         if path.exists() and not opened.run.overwrite:
             steps.append(MemoryStep("reading texts", 0))
         else:
-            steps += calibration_steps(opened.checkpoint, length)
+            steps += memory.calibration_steps(opened.checkpoint, length)
     if "Hessians" in plan.lacks:
-        steps += gptq_steps(opened.checkpoint, plan, length)
+        steps += memory.gptq_steps(opened.checkpoint, plan, length)
         if plan.is_tuned:
-            steps += sensitivity_steps(opened.checkpoint, length)
+            steps += memory.sensitivity_steps(opened.checkpoint, length)
     if "smoothing" in plan.lacks:
-        steps.append(MemoryStep("choosing smoothing scales", search_memory(plan), models=bool(steps)))
+        steps.append(MemoryStep("choosing smoothing scales", smoothing.search_memory(plan), models=bool(steps)))
     return steps
 
 
@@ -539,15 +523,11 @@ def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
         return []
 
     # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
-    tokens = texts.samples * texts.length
-    passing = hidden_bytes(job.checkpoint, tokens)
-    free = memory_left(job.run.max_memory, texts_steps(job, plan, texts.length), refuse=False)
-    half = BUDGET if free is None else free // 2
+    passing = hidden_bytes(job.checkpoint, texts.samples * texts.length)
+    _, half, _ = _divide_memory(job, texts.length)
     if passing > half:
         passing *= 2
-    # As _round_layers divides the memory.
-    limit = BUDGET if free is None else hessian_memory(plan) + half
-    passing += kept_inputs(plan, tokens, limit) + missing_bytes(job)
+    passing += missing_bytes(job)
 
     # A calibration has three float32 statistics for each input of each layer.
     calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
@@ -595,8 +575,8 @@ def choose_transforms(job: Job, recipe: Recipe, calibration: Calibration) -> Wei
     """
     plan = job.plan
     if recipe.awq:
-        choose: ChooseScale = partial(awq_scale, plan=plan, calibration=calibration)
-        return with_importance(smoothing_transforms(job, "AWQ", choose), plan, calibration)
+        choose: ChooseScale = partial(smoothing.awq_scale, plan=plan, calibration=calibration)
+        return smoothing.with_importance(smoothing_transforms(job, "AWQ", choose), plan, calibration)
 
     exponent = recipe.smooth
     assert exponent is not None
@@ -605,7 +585,7 @@ def choose_transforms(job: Job, recipe: Recipe, calibration: Calibration) -> Wei
             f"{job.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
             "start from the unquantized model, or leave --smooth out",
         )
-    choose = partial(smoothquant_scale, plan=plan, calibration=calibration, exponent=exponent)
+    choose = partial(smoothing.smoothquant_scale, plan=plan, calibration=calibration, exponent=exponent)
     return smoothing_transforms(job, f"SmoothQuant {exponent:g}", choose)
 
 
@@ -631,7 +611,7 @@ def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTran
         BaseException: what `choose` raises.
     """
     plan = job.plan
-    usable = usable_mappings(plan)
+    usable = smoothing.usable_mappings(plan)
     if usable.mappings:
         job.reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
 
@@ -650,23 +630,24 @@ def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTran
         notes = [f"{name}: inputs are divided by powers of two in {len(parts)} of {total} smoothing mappings"]
     notes += [f"no smoothing at {', '.join(collapse(layers))}: {reason}" for reason, layers in unused.items()]
 
-    transforms = combine_transforms(parts, plan)
+    transforms = smoothing.combine_transforms(parts, plan)
     title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
     return replace(transforms, notes=tuple(notes), title=title)
 
 
+@dataclass
 class _ScaleSearch:
     """One call of `smoothing_transforms`: what was chosen so far, for each mapping by its number."""
 
-    def __init__(self, job: Job, mappings: Sequence[SmoothingMapping], choose: ChooseScale) -> None:
-        self.job = job
-        self.mappings = mappings
-        self.choose = choose
-        self.outcomes: dict[int, MappingTransforms | str] = {}
+    job: Job
+    mappings: Sequence[SmoothingMapping]
+    choose: ChooseScale
 
-        layers = job.plan.layers
+    def __post_init__(self) -> None:
+        self.outcomes: dict[int, MappingTransforms | str] = {}
+        layers = self.job.plan.layers
         self.layer_counts = [
-            sum(name in layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in mappings
+            sum(name in layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in self.mappings
         ]
         self.done = 0
         self.lock = threading.Lock()
@@ -681,32 +662,35 @@ class _ScaleSearch:
         tasks = [(str(number), number) for number in range(len(self.mappings))]
         needs: dict[str, list[str]] = {}
         if source.remote:
-            needs = {what: mapping_shards(self.mappings[number], self.job.plan) for what, number in tasks}
+            needs = {what: smoothing.mapping_shards(self.mappings[number], self.job.plan) for what, number in tasks}
         if needs and stream:
             directory.mkdir(parents=True, exist_ok=True)
 
         with supply_shards([(source, needs)], stream, directory, times=ranks.local_size) as [supply]:
             begin = partial(self._begin, supply)
-            work_as_shards_arrive(tasks, supply, begin, self._workers(), threading.Event(), ranks)
+            session.work_as_shards_arrive(tasks, supply, begin, self._workers(), threading.Event(), ranks)
         return [self.outcomes[number] for _, number in tasks]
 
     def _workers(self) -> int:
         """How many threads memory allows."""
         workers = self.job.workers
         limit = self.job.run.max_memory
-        per_thread = search_memory(self.job.plan)
+        per_thread = smoothing.search_memory(self.job.plan)
         if limit is None or not per_thread:
             return workers
         return max(1, min(workers, (limit - resident()) // per_thread))
 
-    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
+    def _begin(self, supply: session.ShardProvider) -> Callable[[int], None]:
         return partial(self._choose_scale, Reader(self.job.plan.decoded.where, supply.path))
 
     def _choose_scale(self, reader: Reader, number: int) -> None:
         plan = self.job.plan
         mapping = self.mappings[number]
         scale = self.choose(mapping, reader)
-        self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
+        if isinstance(scale, str):
+            self.outcomes[number] = scale
+        else:
+            self.outcomes[number] = smoothing.apply_smoothing(mapping, scale, plan, reader)
         with self.lock:
             self.done += self.layer_counts[number]
             self.job.reporter.on_progress(self.done, sum(self.layer_counts), "layers")

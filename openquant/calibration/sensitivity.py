@@ -28,11 +28,12 @@ from ..data.corpus import Corpus
 from ..distributed import Ranks
 from ..errors import OpenQuantError
 from ..streaming import transformers_internals
-from ..streaming.interleaved import ForwardPass, run_interleaved
+from ..streaming.interleaved import ForwardPass, explain_errors, run_interleaved
+from ..streaming.memory import hidden_bytes
 from ..streaming.meta_model import REST
-from ..streaming.model import Advanced, StreamedModel, limited_threads, products_in_float32, threads_for
+from ..streaming.model import Advanced, StreamedModel, limited_threads, products_in_float32
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
-from ..streaming.session import documents_of_rank, hidden_bytes
+from ..streaming.session import documents_of_rank
 
 # Power of the sum of squares. One draw of the gradient says little of a single token, and a few tokens have most of the
 # sum: on SmolLM2 with 12k tokens, 0.5, 0.7 and 1 gave 0.847, 0.819 and 0.836 of GPTQ's KL in int4.
@@ -40,6 +41,7 @@ EXPONENT = 0.7
 # Documents whose layers are computed together, at most. Each layer is read twice for all of them, and what was found is
 # kept after them.
 AT_ONCE = 8
+_HINT = "leave --tune out"
 
 
 def find_sensitivities(
@@ -89,8 +91,7 @@ def find_sensitivities(
     inputs_of_layers = len(model.layers) * hidden_bytes(model.checkpoint, corpus.length)
     at_once = max(1, min(AT_ONCE, budget // max(1, inputs_of_layers)))
 
-    threads = threads_for(model, corpus.length)
-    with limited_threads(threads), products_in_float32(model.device), recorder.hooked(model):
+    with limited_threads(model, corpus.length), products_in_float32(model.device), recorder.hooked(model):
         while done < len(documents):
             some = documents[done : done + at_once]
             _run_back_and_forth(model, corpus, some, recorder)
@@ -108,7 +109,7 @@ def find_sensitivities(
                 recorder.squares[group] += squares
     for group, squares in recorder.squares.items():
         if not torch.isfinite(squares).all():
-            raise OpenQuantError(f"gradients at the outputs of {group} are not finite", "leave --tune out")
+            raise OpenQuantError(f"gradients at the outputs of {group} are not finite", _HINT)
     weights = {group: squares**EXPONENT for group, squares in recorder.squares.items() if squares.any()}
     return {group: weight / weight.mean() for group, weight in weights.items()}
 
@@ -180,12 +181,11 @@ def _run_back_and_forth(
     def body(number: int) -> None:
         ids = torch.tensor(corpus.documents[number].ids, device=model.device)
         logits = model.logits(ids)
-        with _explain_errors(model):
+        with explain_errors(f"{type(model.model).__name__} cannot be differentiated", _HINT):
             torch.autograd.backward(logits, draw_gradient(logits, number))
 
     head = transformers_internals.output_head(model.model)
-    if head is None:
-        raise OpenQuantError(f"{type(model.model).__name__} has no output head", "leave --tune out")
+    assert head is not None
     passes = [[ForwardPass(model, partial(body, number), partial(recorder.computing, number))] for number in documents]
     layers = _ComputedAgain(model)
     hooks = head.register_forward_pre_hook(cut), model.model.get_input_embeddings().register_forward_hook(follow)
@@ -250,22 +250,11 @@ class _ComputedAgain:
         self.is_forward = False
         self.model.load(REST)
         try:
-            with _explain_errors(self.model):
+            with explain_errors(f"{type(self.model.model).__name__} cannot be differentiated", _HINT):
                 torch.autograd.backward(ends, gradients)
         finally:
             self._free()
             self.model.free(REST)
-
-
-@contextmanager
-def _explain_errors(model: StreamedModel) -> Iterator[None]:
-    """Name the model whose gradients cannot be computed."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
-        raise OpenQuantError(
-            f"{type(model.model).__name__} cannot be differentiated: {str(error).strip()[:300]}", "leave --tune out"
-        ) from error
 
 
 def draw_gradient(logits: Tensor, seed: int) -> Tensor:

@@ -170,7 +170,7 @@ class WeightFindings:
             self._add_zeros(tensor, data.nbytes)
 
     def _add_zeros(self, tensor: TensorInfo, nbytes: int) -> None:
-        """Count bytes that stand for zeros; a layer that has no others is one of zeros."""
+        """Count the bytes that are codes of zero. In a layer of zeros these are all of its bytes."""
         with self.lock:
             self.zero_bytes[tensor.name] += nbytes
             if self.zero_bytes[tensor.name] == tensor.nbytes:

@@ -99,26 +99,21 @@ class Corpus:
         }
 
 
-def read_corpus(
-    options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evaluation", vocabulary: int | None = None
-) -> Corpus:
+def read_corpus(options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evaluation") -> Corpus:
     """Read the documents that options ask for, the same each time.
 
     Args:
         options: the texts, and number and length of documents.
         tokenizer: the model's tokenizer.
         purpose: each purpose has its own half of the blocks of every text.
-        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Returns:
         `options.samples` documents of `options.length` tokens, or fewer and a note if texts are too short. Every text
         has at least one.
 
     Raises:
-        UsageError: `options.length` has no room beside the tokenizer's prefix, a text is given twice, or a dataset
-            needs `datasets` 4 or newer.
-        SourceError: a text cannot be read, is too short, or has tokens that the model does not have; or the tokenizer
-            or its chat template fails on one.
+        UsageError: `options.length` has no room beside the tokenizer's prefix, or a dataset needs `datasets`.
+        SourceError: a text cannot be read or is too short, or the tokenizer or its chat template fails on one.
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
@@ -135,7 +130,6 @@ def read_corpus(
         documents += (Document(domain.name, f"{domain.name} {at}", ids) for at, ids in enumerate(pieces, 1))
 
     ids = np.array([document.ids for document in documents], dtype="<i4")
-    tokenizer.require_in_vocabulary(int(ids.max()), vocabulary)
     return Corpus(tuple(documents), hashlib.sha256(ids.tobytes()).hexdigest(), origin, tuple(notes))
 
 
@@ -146,9 +140,6 @@ def _domains(
     if options.text:
         paths = [Path(text) for text in options.text]
         names = options.names
-        if len(set(paths)) < len(paths):
-            raise UsageError("a text is given twice", "give each once")
-
         return [open_file(path, name) for path, name in zip(paths, names, strict=True)], {"files": names}, []
 
     if options.dataset:
@@ -191,7 +182,7 @@ def _write_out(texts: Sequence[TextOrChat], tokenizer: Tokenizer) -> list[str]:
 
     if chats and tokenizer.template is not None:
         with suppress(SourceError):
-            rendered = tokenizer.render_chats(chats, [_OWN] * len(chats), answered=True)
+            rendered = [tokenizer.render_chat(chat, _OWN, answered=True) for chat in chats]
             if all(chat[0]["content"] in text for chat, text in zip(chats, rendered, strict=True)):
                 dialogues = rendered
 
@@ -219,7 +210,6 @@ def _documents(
         documents: list[tuple[int, ...]] = []
         longest, exhausted, remaining = 0, True, order
         while remaining and len(documents) < count:
-            # Chats of several blocks are rendered together, because the subprocess takes a second to start.
             needed = -(-(count - len(documents)) // per_block)
             numbers, remaining = remaining[:needed], remaining[needed:]
             blocks = [domain.read(number) for number in numbers]
@@ -251,53 +241,33 @@ def _tokenize(blocks: Sequence[list[LocatedText]], count: int, tokenizer: Tokeni
     """For each block at least `count` token ids if it has so many, and whether they are all of its tokens."""
     tokens = []
     for limit in (_CHARACTERS * count, None):
-        tokens = [_encode(texts, complete, tokenizer) for texts, complete in _render(blocks, limit, tokenizer)]
+        tokens = [_encode(block, limit, tokenizer) for block in blocks]
         if all(complete or len(ids) >= count for ids, complete in tokens):
             break
     return tokens
 
 
-def _render(
-    blocks: Sequence[list[LocatedText]], limit: int | None, tokenizer: Tokenizer
-) -> list[tuple[list[tuple[str, LocatedText]], bool]]:
-    """For each block its texts, with chats rendered, up to about `limit` characters; and whether they are complete."""
-    selected = []
-    for block in blocks:
-        characters, start = 0, []
-        for located in block:
-            if limit is not None and characters >= limit:
-                break
-            start.append(located)
-            characters += located.characters
-        selected.append((start, len(start) == len(block)))
+def _encode(block: Sequence[LocatedText], limit: int | None, tokenizer: Tokenizer) -> tuple[list[int], bool]:
+    """Token ids of about the first `limit` characters of a block, and whether they are all of its tokens."""
+    ids: list[int] = []
+    complete = True
+    characters = 0
 
-    chats = [located for start, _ in selected for located in start if not isinstance(located.content, str)]
-    conversations = [located.content for located in chats if not isinstance(located.content, str)]
-    chat_texts = iter(
-        tokenizer.render_chats(conversations, [chat.where for chat in chats], answered=True) if chats else ()
-    )
+    for number, located in enumerate(block):
+        if limit is not None and characters >= limit:
+            return ids, False
+        characters += located.characters
 
-    rendered = []
-    for start, complete in selected:
-        texts = [
-            (located.content if isinstance(located.content, str) else next(chat_texts), located) for located in start
-        ]
+        text = located.content
+        if not isinstance(text, str):
+            text = tokenizer.render_chat(text, located.where, answered=True)
+        elif number:
+            ids += tokenizer.encode("\n\n")
 
         # A block of a text file is a single text, and mostly longer than the limit.
-        complete = complete and (limit is None or all(len(text) <= limit for text, _ in texts))
-        rendered.append(([(text[:limit], located) for text, located in texts], complete))
+        complete = complete and (limit is None or len(text) <= limit)
+        ids += tokenizer.encode(text[:limit])
 
-    return rendered
-
-
-def _encode(texts: list[tuple[str, LocatedText]], complete: bool, tokenizer: Tokenizer) -> tuple[list[int], bool]:
-    ids: list[int] = []
-    for number, (text, located) in enumerate(texts):
-        if number and isinstance(located.content, str):
-            ids += tokenizer.encode("\n\n")
-        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise SourceError(f"{located.where} holds half of a surrogate pair, which is no text", "leave it out")
-        ids += tokenizer.encode(text)
     return ids, complete
 
 

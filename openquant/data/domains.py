@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -31,11 +31,12 @@ from .tokenizer import Message, Tokenizer
 
 # Bytes of a block. A text that is smaller than two blocks is divided in halves.
 BLOCK = 256 << 10
-# Most bytes of one line of JSON.
-MAX_LINE = 16 << 20
 # The texts that come with openquant, written for it: a file for each purpose.
 OWN_TEXTS = Path(__file__).parent / "texts"
-_ROWS = "give `text`, a string, or `messages`, a list of objects with `role` and `content`, in each"
+_ROWS = (
+    "give `text`, a string, or `messages`, a list of objects with `role` and `content`, in each; or, in a file of "
+    "prompts, `prompt`"
+)
 
 # A text, or the messages of a chat.
 TextOrChat: TypeAlias = "str | Sequence[Message]"
@@ -151,13 +152,7 @@ class _File:
             data = data[:-cut] if cut and data[-cut] >= 0xC0 else data
             data = data[: data.rfind(b"\n", len(data) // 2) + 1] or data
 
-        try:
-            return [LocatedText(data.decode(), self.path)]
-        except UnicodeDecodeError as error:
-            raise SourceError(
-                f"{self.path} is not UTF-8: {error.reason} at byte {start + error.start:,}",
-                "convert it, with iconv say",
-            ) from None
+        return [LocatedText(_decode(data, self.path, start), self.path)]
 
     def lines(self, number: int) -> list[LocatedText]:
         """The texts and chats of the JSON lines that begin in a block."""
@@ -171,13 +166,8 @@ class _File:
 
         at = max(0, start - 1) + first_line_start
         data = data[first_line_start:]
-        last = data.rfind(b"\n", 0, len(data) - 1) + 1
         while not data.endswith(b"\n") and (more := self._bytes(at + len(data), at + len(data) + BLOCK)):
             data += more.partition(b"\n")[0] + (b"\n" if b"\n" in more else b"")
-            if len(data) - last > MAX_LINE:
-                raise SourceError(
-                    f"{FileLine(self.path, at + last)} is longer than {MAX_LINE:,} bytes", "is it JSON lines?"
-                )
 
         texts = []
         for line in data.split(b"\n"):
@@ -187,6 +177,16 @@ class _File:
             at += len(line) + 1
 
         return texts
+
+
+def _decode(data: bytes, path: Path, start: int = 0) -> str:
+    """Decode a file's text, of which these are the bytes from `start` on."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{path} is not UTF-8: {error.reason} at byte {start + error.start:,}", "convert it, with iconv say"
+        ) from None
 
 
 def _parse_line(line: bytes, where: FileLine) -> LocatedText:
@@ -215,22 +215,13 @@ def parse_row(row: object, where: object) -> TextOrChat:
     if messages is None:
         columns = short_repr(", ".join(map(str, row)))
         raise SourceError(f"{where} has neither `text` nor `messages`, only {columns}", _ROWS)
-    problem = chat_problem(messages)
-    if problem:
-        raise SourceError(f"{where} has `messages` that {problem}", _ROWS)
-    return list(messages)
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise SourceError(f"{where} has `messages` that are {short_repr(messages)}, not those of a chat", _ROWS)
+    return messages
 
 
-def chat_problem(messages: object) -> str | None:
-    """Say why a value is not a list of chat messages, as the end of a sentence; None if it is one."""
-    if not isinstance(messages, list) or not messages:
-        return f"are {short_repr(messages)}, not a list of objects"
-    for message in messages:
-        if not isinstance(message, dict):
-            return f"hold {short_repr(message)}, not an object"
-        if not isinstance(message.get("role"), str):
-            return "hold one without a `role`"
-    return None
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
 def open_dataset(name: str, count: int) -> Domain:
@@ -247,20 +238,13 @@ def open_dataset(name: str, count: int) -> Domain:
         A domain of `count` blocks, or fewer if the dataset is shorter, but at least two. They are in memory.
 
     Raises:
-        UsageError: `datasets` is not installed, or older than 4.
+        UsageError: `datasets` is not installed.
         SourceError: it cannot be read, or a row has neither column.
     """
     try:
         import datasets
     except ImportError:
         raise UsageError("--dataset needs datasets, which is not installed", install_hint("datasets")) from None
-
-    # Older versions execute scripts that come with a dataset.
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        raise UsageError(
-            f"--dataset needs datasets 4 or newer; {datasets.__version__} is installed",
-            install_hint("datasets"),
-        )
 
     path, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
@@ -321,8 +305,7 @@ def own_texts(purpose: str) -> dict[str, list[TextOrChat]]:
     return texts
 
 
-# Most prompts of a file, and most tokens of a prompt.
-MAX_PROMPTS = 256
+# Most tokens of a prompt.
 MAX_TOKENS = 16_384
 _MAX_FILE = 4 << 20
 _LINES = "give a prompt in each line: text, or JSON with `prompt`, `messages` or `text` in a file .jsonl"
@@ -375,9 +358,7 @@ class _RawPrompt(NamedTuple):
     where: str
 
 
-def read_prompts(
-    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int | None = None
-) -> tuple[Prompt, ...]:
+def read_prompts(file: str | os.PathLike[str] | None, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     """Read the prompts of a file, or the built-in ones.
 
     Each line of a text file is a prompt; empty lines are skipped. Each JSON line is an object with `prompt`, with
@@ -386,43 +367,31 @@ def read_prompts(
     Args:
         file: the file, JSON lines if its name ends in `.jsonl`; None for the built-in prompts.
         tokenizer: the model's tokenizer.
-        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Returns:
         The prompts, in the order of the file.
 
     Raises:
-        SourceError: the file cannot be read, or holds no prompts or more than MAX_PROMPTS; a chat has no template; a
-            prompt has no tokens, more than MAX_TOKENS, or one that the model does not have; or the tokenizer or its
-            chat template fails on it.
+        SourceError: the file cannot be read, or holds no prompts; a chat has no template; a prompt has no tokens, or
+            more than MAX_TOKENS; or the tokenizer or its chat template fails on it.
     """
-    if file is None:
-        has_template = tokenizer.template is not None
-        raw_prompts = [
-            _user_prompt(message if has_template else text, tokenizer, f"built-in prompt {number}")
-            for number, (message, text) in enumerate(BUILT_IN, 1)
-        ]
-    else:
-        raw_prompts = _read_file(Path(file), tokenizer)
-
-    # All chats are rendered together, because the subprocess takes a second to start.
-    chats = [prompt for prompt in raw_prompts if prompt.chat is not None]
-    conversations = [prompt.chat or () for prompt in chats]
-    rendered = iter(tokenizer.render_chats(conversations, [prompt.where for prompt in chats]) if chats else ())
-
     prompts = []
-    for prompt in raw_prompts:
-        if prompt.chat is None:
-            ids = (*tokenizer.prefix, *tokenizer.encode(prompt.text))
+    for raw in _built_in_prompts(tokenizer) if file is None else _read_file(Path(file), tokenizer):
+        if raw.chat is None:
+            ids = (*tokenizer.prefix, *tokenizer.encode(raw.text))
         else:
-            ids = tuple(tokenizer.encode(next(rendered)))
+            ids = tuple(tokenizer.encode(tokenizer.render_chat(raw.chat, raw.where)))
 
         if not 0 < len(ids) <= MAX_TOKENS:
-            raise SourceError(f"{prompt.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
-        tokenizer.require_in_vocabulary(max(ids), vocabulary)
-        prompts.append(Prompt(prompt.text, ids))
+            raise SourceError(f"{raw.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
+        prompts.append(Prompt(raw.text, ids))
 
     return tuple(prompts)
+
+
+def _built_in_prompts(tokenizer: Tokenizer) -> Iterator[_RawPrompt]:
+    for number, (message, text) in enumerate(BUILT_IN, 1):
+        yield _user_prompt(text if tokenizer.template is None else message, tokenizer, f"built-in prompt {number}")
 
 
 def _user_prompt(text: str, tokenizer: Tokenizer, where: str) -> _RawPrompt:
@@ -430,53 +399,30 @@ def _user_prompt(text: str, tokenizer: Tokenizer, where: str) -> _RawPrompt:
     return _RawPrompt(text, None if tokenizer.template is None else [{"role": "user", "content": text}], where)
 
 
-def _read_file(path: Path, tokenizer: Tokenizer) -> list[_RawPrompt]:
+def _read_file(path: Path, tokenizer: Tokenizer) -> Iterator[_RawPrompt]:
     with readable():
         data = read_small(path, str(path), _MAX_FILE)
 
-    prompts: list[_RawPrompt] = []
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    text = _decode(data.removeprefix(b"\xef\xbb\xbf"), path)
+    if not text.strip():
+        raise SourceError(f"{path} has no prompts", _LINES)
+
+    for number, line in enumerate(text.split("\n"), 1):
         where = f"{path} line {number}"
         if not line.strip():
             continue
-        if len(prompts) == MAX_PROMPTS:
-            raise SourceError(f"{path} has more than {MAX_PROMPTS} prompts", "give fewer")
-
-        try:
-            prompts.append(_parse_prompt(line, path.suffix == ".jsonl", tokenizer, where))
-        except UnicodeError:
-            raise SourceError(f"{where} is not UTF-8", "convert it, with iconv say") from None
-
-    if not prompts:
-        raise SourceError(f"{path} has no prompts", _LINES)
-
-    return prompts
+        if path.suffix == ".jsonl":
+            yield _parse_prompt(parse_json(line.encode(), where), tokenizer, where)
+        else:
+            yield _user_prompt(line.rstrip("\r"), tokenizer, where)
 
 
-def _parse_prompt(line: bytes, is_json: bool, tokenizer: Tokenizer, where: str) -> _RawPrompt:
-    if not is_json:
-        return _user_prompt(line.decode().rstrip("\r"), tokenizer, where)
+def _parse_prompt(row: Any, tokenizer: Tokenizer, where: str) -> _RawPrompt:
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str) and "messages" not in row:
+        return _user_prompt(row["prompt"], tokenizer, where)
 
-    row = parse_json(line, where)
-    if not isinstance(row, dict):
-        raise SourceError(f"{where} is {short_repr(row)}, not an object", _LINES)
-    prompt, messages, text = (row.get(key) for key in ("prompt", "messages", "text"))
-
-    # JSON may have half of a surrogate pair, which raises UnicodeError here.
-    json.dumps([prompt, messages, text], ensure_ascii=False).encode()
-
-    if messages is not None:
-        problem = chat_problem(messages)
-        if problem:
-            raise SourceError(f"{where} has `messages` that {problem}", _LINES)
-        lines = [f"{message['role']}: {message.get('content', '')}" for message in messages]
-        return _RawPrompt("\n".join(lines), messages, where)
-
-    if isinstance(prompt, str):
-        return _user_prompt(prompt, tokenizer, where)
-    if isinstance(text, str):
-        return _RawPrompt(text, None, where)
-
-    raise SourceError(
-        f"{where} has none of `prompt`, `messages` and `text`, only {short_repr(', '.join(map(str, row)))}", _LINES
-    )
+    content = parse_row(row, where)
+    if isinstance(content, str):
+        return _RawPrompt(content, None, where)
+    lines = [f"{message['role']}: {message.get('content', '')}" for message in content]
+    return _RawPrompt("\n".join(lines), content, where)

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -33,14 +31,13 @@ import numpy.typing as npt
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.model_files import parse_json, read_small, short_repr
+from ..machine import first_line
 from ..version import install_hint
 
 # The metrics of lm-eval that say of each question whether the answer is right.
 METRICS = ("acc", "acc_norm", "exact_match")
 # Names that end in these are files.
 _FILES, _YAML = (".json", ".jsonl"), (".yaml", ".yml")
-# What a YAML file calls its task or group.
-_NAMED = re.compile(r"^(?:task|group):[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 # What lm-eval calls answers that no filter changed.
 _UNFILTERED = "none"
 # Answers to requests for probabilities: that of the continuation as a logarithm, and whether each token is the top one.
@@ -68,49 +65,31 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
     task_names: list[str] = []
     for name in names:
         path = Path(name)
-        # Unlike Path.is_file(), this does not raise if a name is longer than that of a file may be.
-        is_file = os.path.isfile(path)  # noqa: PTH113
+        is_file = path.is_file()
         if path.suffix in _YAML and is_file:
             for_lm_eval.append(str(path))
         elif is_file:
             task = read_questions(path, limit)
             task_names.append(task.name)
             parts.append(task)
-        elif path.suffix in (*_FILES, *_YAML) or os.path.exists(path) or isinstance(name, os.PathLike):  # noqa: PTH110
+        elif path.suffix in (*_FILES, *_YAML) or path.exists() or isinstance(name, os.PathLike):
             raise SourceError(f"{path} is not a file", "give a .jsonl, .json or .yaml file, or a task of lm-eval")
         else:
             for_lm_eval.append(str(name))
 
-    # lm-eval takes the last of two tasks of one name.
-    _require_different([_task_name(name) for name in for_lm_eval])
     if for_lm_eval:
         from_lm_eval = LMEvalTasks(for_lm_eval, limit)
         task_names += from_lm_eval.metrics
         parts.append(from_lm_eval)
-    _require_different(task_names)
+    twice = next((name for name in task_names if task_names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
 
     tasks = parts[0] if len(parts) == 1 else SeveralTasks(parts)
     if not set.intersection(*map(set, tasks.metrics.values())):
         listed = ", ".join(f"{name} has {' and '.join(metrics)}" for name, metrics in tasks.metrics.items())
         raise UsageError(f"the tasks have no metric in common: {listed}", "evaluate them one after the other")
     return tasks
-
-
-def _task_name(name: str) -> str:
-    """The name of a task of lm-eval, which a YAML file says itself."""
-    if Path(name).suffix not in _YAML:
-        return name
-    with readable():
-        text = read_small(Path(name), name, _MAX_FILE).decode(errors="replace")
-    said = _NAMED.search(text)
-    return said[1] if said else name
-
-
-def _require_different(names: Sequence[str]) -> None:
-    """Refuse two tasks of one name."""
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
 
 
 class LMEvalTasks:
@@ -157,14 +136,7 @@ class LMEvalTasks:
             self._requests_of.setdefault(instance.task_name, []).append(number)
 
         self.questions = sum(len(_questions(of_task)) for of_task in samples.values())
-        metrics = {name: list(_scores(of_task, name)) for name, of_task in samples.items()}
-        for name, of_task in metrics.items():
-            if not of_task:
-                raise UsageError(
-                    f"{name} of lm-eval has no accuracy",
-                    f"choose tasks with {', '.join(METRICS[:-1])} or {METRICS[-1]}",
-                )
-        self.metrics: Mapping[str, Sequence[str]] = metrics
+        self.metrics: Mapping[str, Sequence[str]] = {name: list(_scores(of_task)) for name, of_task in samples.items()}
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `questions.Tasks`."""
@@ -177,7 +149,7 @@ class LMEvalTasks:
         return [
             TaskAnswers(
                 name,
-                _scores(of_task, name),
+                _scores(of_task),
                 np.array([_pick(sample) for sample in _questions(of_task)], np.int64),
                 np.array(self._requests_of.get(name, ()), np.int64),
             )
@@ -201,9 +173,8 @@ class LMEvalTasks:
         except OpenQuantError:
             raise
         except Exception as error:
-            first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise SourceError(
-                f"lm-eval cannot make the questions of {', '.join(self._tasks)}: {short_repr(first_line)}",
+                f"lm-eval cannot make the questions of {', '.join(self._tasks)}: {short_repr(first_line(error))}",
                 "`lm-eval ls tasks` lists its tasks; their data comes from the Hub",
             ) from error
 
@@ -251,31 +222,16 @@ def _questions(samples: _Samples) -> list[dict[str, Any]]:
     return next(iter(samples.values()), [])
 
 
-def _scores(samples: _Samples, task: str) -> dict[str, Figures]:
+def _scores(samples: _Samples) -> dict[str, Figures]:
     """Return the scores of each question of a task, by metric and filter."""
     return {
         metric if name == _UNFILTERED else f"{metric},{name}": np.array(
-            [_score(sample, metric, task) for sample in of_filter], np.float64
+            [sample[metric] for sample in of_filter], np.float64
         )
         for name, of_filter in samples.items()
         for metric in METRICS
         if metric in of_filter[0]
     }
-
-
-def _score(sample: Mapping[str, Any], metric: str, task: str) -> float:
-    """Return a question's score, which functions of a YAML may compute."""
-    try:
-        score = float(sample[metric])
-    except (LookupError, TypeError, ValueError):
-        score = math.nan
-    if not 0 <= score <= 1:
-        raise SourceError(
-            f"{task} of lm-eval has a question whose {metric} is {short_repr(sample.get(metric))}, "
-            "not a number from 0 to 1",
-            "leave that task out",
-        )
-    return score
 
 
 def _pick(sample: Mapping[str, Any]) -> int:
@@ -294,10 +250,8 @@ def _quiet() -> Iterator[None]:
     """Keep lm-eval from logging, printing, warning, and describing this machine."""
     import lm_eval.evaluator
 
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with (
             warnings.catch_warnings(),
@@ -308,8 +262,7 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
 
 
 Figures = npt.NDArray[np.float64]
@@ -444,33 +397,33 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
             continue
 
         where = f"{file} line {number}"
-        value = parse_json(line, where)
-        if not isinstance(value, dict):
-            raise SourceError(f"{where} is {short_repr(value)}, not a JSON object", _LINES_HINT)
-
-        text = _text(value.get("question"), f"{where}: question", _LINES_HINT)
-
-        choices = value.get("choices")
-        if not isinstance(choices, list) or len(choices) < 2:
-            raise SourceError(f"{where}: choices is {short_repr(choices)}, not a list of texts", _LINES_HINT)
-        texts = tuple(_text(choice, f"{where}: a choice", _LINES_HINT) for choice in choices)
-        if not all(choice.strip() for choice in texts) or len(set(texts)) < len(texts):
-            raise SourceError(f"{where}: a choice is empty, or two are equal", _LINES_HINT)
-
-        answer = value.get("answer")
-        right = texts.index(answer) if isinstance(answer, str) and answer in texts else answer
-        if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(texts):
-            raise SourceError(
-                f"{where}: answer is {short_repr(answer)}, neither a choice nor the index of one", _LINES_HINT
-            )
-
-        grades = tuple(float(at == right) for at in range(len(texts)))
-        questions.append(ChoiceQuestion(f"Question: {text}\nAnswer:", texts, grades))
+        row = parse_json(line, where)
+        question = _to_question(row)
+        if question is None:
+            raise SourceError(f"{where} is {short_repr(row)}, not a question with choices and an answer", _LINES_HINT)
+        questions.append(question)
 
     if not questions:
         raise SourceError(f"{file} has no questions", _LINES_HINT)
-
     return questions
+
+
+def _to_question(row: Any) -> ChoiceQuestion | None:
+    """The question in a line; None if it is none."""
+    match row:
+        case {"question": str(text), "choices": [_, _, *_] as choices, "answer": answer}:
+            pass
+        case _:
+            return None
+
+    if not all(isinstance(choice, str) and choice.strip() for choice in choices) or len(set(choices)) < len(choices):
+        return None
+    right = choices.index(answer) if answer in choices else answer
+    if type(right) is not int or not 0 <= right < len(choices):
+        return None
+
+    grades = tuple(float(at == right) for at in range(len(choices)))
+    return ChoiceQuestion(f"Question: {text}\nAnswer:", tuple(choices), grades)
 
 
 def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
@@ -480,63 +433,43 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
     if not isinstance(examples, list):
         raise SourceError(f"{file} has no list of examples", _BIG_BENCH_HINT)
 
-    def setting(key: str, default: str) -> str:
-        return _text(task.get(key, default), f"{file}: {key}", _BIG_BENCH_HINT)
-
-    before, after = setting("example_input_prefix", "\nQ: "), setting("example_output_prefix", "\nA: ")
-    choice_prefix, task_prefix = setting("choice_prefix", "\n  choice: "), setting("task_prefix", "")
+    before = task.get("example_input_prefix", "\nQ: ")
+    after = task.get("example_output_prefix", "\nA: ")
+    choice_prefix = task.get("choice_prefix", "\n  choice: ")
+    task_prefix = task.get("task_prefix", "")
 
     questions: list[ChoiceQuestion] = []
-    for number, example in _find_scored(examples, file):
+    for number, example in enumerate(examples, 1):
         if len(questions) == limit:
             break
-        where = f"{file} example {number}"
-
-        text = _text(example.get("input"), f"{where}: input", _BIG_BENCH_HINT)
-        grades = example["target_scores"]
-        if not isinstance(grades, dict) or len(grades) < 2:
-            raise SourceError(
-                f"{where}: target_scores is {short_repr(grades)}, not choices with scores", _BIG_BENCH_HINT
-            )
-
-        choices = tuple(grades)
-        for choice, grade in grades.items():
-            if isinstance(grade, bool) or not isinstance(grade, (int, float)) or not 0 <= grade <= 1:
+        match example:
+            case {"input": str(text), "target_scores": dict(grades)} if _are_grades(grades):
+                pass
+            case {"target_scores": _}:
                 raise SourceError(
-                    f"{where}: the score of {short_repr(choice)} is {short_repr(grade)}, not a number from 0 to 1",
+                    f"{file} example {number} is {short_repr(example)}, not a text and choices with scores from 0 to 1",
                     _BIG_BENCH_HINT,
                 )
+            case _:
+                # It asks for a text, and has no choices.
+                continue
 
         if task.get("append_choices_to_input", True):
             # In random order, since in many files the right choice comes first; drawn anew for each example, as there.
-            order = np.random.RandomState(_SEED).permutation(len(choices))
-            text += "".join(f"{choice_prefix}{sorted(choices)[at]}" for at in order)
+            order = np.random.RandomState(_SEED).permutation(len(grades))
+            text += "".join(f"{choice_prefix}{sorted(grades)[at]}" for at in order)
 
-        questions.append(
-            ChoiceQuestion(
-                f"{task_prefix}{before}{text}{after}", choices, tuple(float(grades[choice]) for choice in choices)
-            )
-        )
+        scores = tuple(float(grade) for grade in grades.values())
+        questions.append(ChoiceQuestion(f"{task_prefix}{before}{text}{after}", tuple(grades), scores))
 
     if not questions:
         raise SourceError(f"{file} has no example with target_scores: it is no multiple-choice task", _BIG_BENCH_HINT)
-
     return questions
 
 
-def _find_scored(examples: Sequence[Any], file: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and value of each example that has `target_scores`; the others have no choices."""
-    for number, example in enumerate(examples, 1):
-        if not isinstance(example, dict):
-            raise SourceError(f"{file} example {number} is {short_repr(example)}, not a JSON object", _BIG_BENCH_HINT)
-        if "target_scores" in example:
-            yield number, example
-
-
-def _text(value: object, where: str, hint: str) -> str:
-    if not isinstance(value, str):
-        raise SourceError(f"{where} is {short_repr(value)}, not a text", hint)
-    return value
+def _are_grades(grades: Mapping[str, Any]) -> bool:
+    """Whether these are scores of several choices."""
+    return len(grades) > 1 and all(type(grade) in (int, float) and 0 <= grade <= 1 for grade in grades.values())
 
 
 class SeveralTasks:

@@ -13,22 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import PlanError, UsageError
-from ..formats.schemes import (
-    CHANNEL,
-    INT4_SHIFTED,
-    INT4_W4A16,
-    INT4_W4A16_32,
-    INT8_W8A8,
-    INT8_W8A16,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    NVFP4_W4A4,
-    SCHEMES,
-    TENSOR,
-    Scheme,
-    find_scheme,
-)
+from ..formats.schemes import SCHEMES, Scheme, find_scheme
 from ..plan import summary
 from ..plan.plan import Plan, make_plan
 
@@ -186,25 +171,25 @@ class Measurement(NamedTuple):
 
 
 MEASURED = (
-    Measurement("--scheme int8-weights", INT8_W8A16, 0.0051),
-    Measurement("--scheme int8 --smooth 0.5", INT8_W8A8, 0.0202),
+    Measurement("--scheme int8-weights", SCHEMES["int8-weights"], 0.0051),
+    Measurement("--scheme int8 --smooth 0.5", SCHEMES["int8"], 0.0202),
     Measurement("--scheme int6", SCHEMES["int6"], 0.0229),
-    Measurement("--scheme channel", CHANNEL, 0.0299),
-    Measurement("--scheme tensor", TENSOR, 0.0355),
-    Measurement("--scheme mxfp8", MXFP8, 0.0361),
-    Measurement("--scheme int8", INT8_W8A8, 0.0370),
-    Measurement("--scheme nvfp4 --gptq", NVFP4, 0.0730),
+    Measurement("--scheme channel", SCHEMES["channel"], 0.0299),
+    Measurement("--scheme tensor", SCHEMES["tensor"], 0.0355),
+    Measurement("--scheme mxfp8", SCHEMES["mxfp8"], 0.0361),
+    Measurement("--scheme int8", SCHEMES["int8"], 0.0370),
+    Measurement("--scheme nvfp4 --gptq", SCHEMES["nvfp4"], 0.0730),
     Measurement("--scheme int5", SCHEMES["int5"], 0.0960),
-    Measurement("--scheme int4 --awq --gptq", INT4_W4A16, 0.0975),
-    Measurement("--scheme int4 --gptq", INT4_W4A16, 0.1146),
-    Measurement("--scheme int4 --awq", INT4_W4A16, 0.1654),
-    Measurement("--scheme nvfp4", NVFP4, 0.1780),
-    Measurement("--scheme int4 --group-size 32", INT4_W4A16_32, 0.2825),
-    Measurement("--scheme int4 --asymmetric", INT4_SHIFTED, 0.3101),
-    Measurement("--scheme nvfp4-w4a4", NVFP4_W4A4, 0.3659),
+    Measurement("--scheme int4 --awq --gptq", SCHEMES["int4"], 0.0975),
+    Measurement("--scheme int4 --gptq", SCHEMES["int4"], 0.1146),
+    Measurement("--scheme int4 --awq", SCHEMES["int4"], 0.1654),
+    Measurement("--scheme nvfp4", SCHEMES["nvfp4"], 0.1780),
+    Measurement("--scheme int4 --group-size 32", find_scheme("int4", group_size="32"), 0.2825),
+    Measurement("--scheme int4 --asymmetric", find_scheme("int4", asymmetric=True), 0.3101),
+    Measurement("--scheme nvfp4-w4a4", SCHEMES["nvfp4-w4a4"], 0.3659),
     Measurement("--scheme int4 --group-size 64", find_scheme("int4", group_size="64"), 0.3679),
-    Measurement("--scheme int4", INT4_W4A16, 0.3747),
-    Measurement("--scheme mxfp4", MXFP4, 0.4563),
+    Measurement("--scheme int4", SCHEMES["int4"], 0.3747),
+    Measurement("--scheme mxfp4", SCHEMES["mxfp4"], 0.4563),
 )
 
 

@@ -25,7 +25,6 @@ memory, `teacher_forced` shows its most probable next token at each position of 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,9 +52,9 @@ from ..plan.architecture import known_architecture
 from ..registry.architecture import ROUTER, ModuleRules
 from ..streaming import transformers_internals
 from ..streaming.interleaved import DOWN, FIRST, ExpertWeights, ForwardPass, ModuleHooks, TextCache, holds_experts
+from ..streaming.memory import config_levels
 from ..streaming.meta_model import LazyTensors
 from ..streaming.model import StreamedModel, products_in_float32
-from ..streaming.session import config_levels
 from ..weights.find import decoded_view, with_tool_config
 
 
@@ -214,14 +213,8 @@ class ServedModel:
     def _read_scale(self, name: str) -> float:
         """Read a scale tensor; the largest of its elements if it has several."""
         checkpoint = self.model.checkpoint
-        info = checkpoint.tensors[name]
-        if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
-            raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
         tensors = LazyTensors(checkpoint, {}, self.model.shard_provider.path).select([name])
-        scale = float(tensors[name][...].float().max())
-        if not (math.isfinite(scale) and scale > 0):
-            raise SourceError(f"{name} holds {scale:g}, which is not a valid scale", "download or save it again")
-        return scale
+        return float(tensors[name][...].float().max())
 
 
 def inputs_of_experts(
@@ -327,19 +320,6 @@ class ShareCount:
 class ClippedCount(ShareCount):
     """Counts values that a static scale clips, by place: a module's name, or a layer's number for its KV cache."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_paused = False
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Count nothing while the context is entered."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
     def add(self, place: str | int, values: Tensor, limit: float) -> None:
         """Count the values beyond a limit.
 
@@ -348,8 +328,7 @@ class ClippedCount(ShareCount):
             values: activations of any shape.
             limit: largest absolute value that is not clipped.
         """
-        if not self._is_paused:
-            self.count(place, int((values.abs() > limit).sum()), values.numel())
+        self.count(place, int((values.abs() > limit).sum()), values.numel())
 
 
 class ActivationRounding(ModuleHooks[QuantizedInputs]):
@@ -635,20 +614,8 @@ LARGEST_BY_DEFAULT = 2 << 30
 BUILT_IN = 4
 
 
-def fits_in_memory(nbytes: int, requested: bool, room: int | None = None) -> bool:
-    """Return whether a model is small enough to answer prompts: at most half of the free memory.
-
-    Args:
-        nbytes: size of its weights in bytes.
-        requested: whether the user gave prompts; without that it may also have no more than LARGEST_BY_DEFAULT.
-        room: bytes that the weights may take, as a further limit; None for no other.
-    """
-    free = available_memory() // 2
-    return nbytes <= (free if room is None else min(free, room)) and (requested or nbytes <= LARGEST_BY_DEFAULT)
-
-
 def prompts_to_answer(
-    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int, nbytes: int, room: int | None = None
+    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, nbytes: int, room: int | None = None
 ) -> tuple[Prompt, ...]:
     """Read the prompts that the models are to answer.
 
@@ -656,7 +623,6 @@ def prompts_to_answer(
         file: a file of prompts; None for a few built-in ones. A file is read in any case, so that a mistake in it is
             an error before hours of work.
         tokenizer: the source's tokenizer.
-        vocabulary: size of the model's vocabulary in tokens.
         nbytes: size of the largest model's weights in bytes.
         room: bytes that the weights may take; None if only the machine's memory limits them.
 
@@ -667,10 +633,13 @@ def prompts_to_answer(
     Raises:
         SourceError: the prompts cannot be read, are too long, or do not fit the tokenizer or its chat template.
     """
-    fits = fits_in_memory(nbytes, file is not None, room)
+    free = available_memory() // 2
+    if room is not None:
+        free = min(free, room)
+    fits = nbytes <= free and (file is not None or nbytes <= LARGEST_BY_DEFAULT)
     if file is None and not fits:
         return ()
-    prompts = read_prompts(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
+    prompts = read_prompts(file, tokenizer)[: None if file is not None else BUILT_IN]
     return prompts if fits else ()
 
 

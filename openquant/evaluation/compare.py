@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +31,7 @@ from ..errors import naming
 from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.meta_model import REST
-from ..streaming.model import (
-    Advanced,
-    PassProgress,
-    StreamedModel,
-    layer_costs,
-    limited_threads,
-    products_in_float32,
-    threads_for,
-)
+from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
@@ -75,7 +68,7 @@ def compare_outputs(
         settings: seed, device, KV cache and so on; the defaults if None.
         begun: called once with a line that says what is to be done.
         progress: called with the number of tokens that are done, those of answers included, and of all tokens. Each
-            pass of a text counts, and a token that is through layers of half the cost counts half.
+            pass of a text counts, and a token that is through half of the layers counts half.
 
     Returns:
         The eval.json of each output, the figures of the noise floor, and notes for the user; the same in all processes
@@ -95,34 +88,32 @@ def compare_outputs(
     return comparison.run()
 
 
+@dataclass
 class _Comparison:
-    """One call of `compare_outputs`."""
+    """One call of `compare_outputs`, whose arguments these are."""
 
-    def __init__(
-        self,
-        source: ModelUnderTest,
-        outputs: Sequence[ModelUnderTest],
-        corpus: Corpus,
-        settings: EvaluationSettings,
-        progress: Advanced | None,
-    ) -> None:
-        self.source = source
-        self.corpus = corpus
-        self.settings = settings
-        with naming(source.name):
-            self.model = StreamedModel(source.checkpoint, device=settings.device)
-        self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
+    source: ModelUnderTest
+    subjects: Sequence[ModelUnderTest]
+    corpus: Corpus
+    settings: EvaluationSettings
+    advanced: Advanced | None
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        with naming(self.source.name):
+            self.model = StreamedModel(self.source.checkpoint, device=settings.device)
+        self.local_documents = documents_of_rank(len(self.corpus.documents), settings.ranks)
         self.outputs: list[OutputUnderTest] = []
-        self.measurements = Measurements(source, self.model, self.outputs, corpus, settings)
+        self.measurements = Measurements(self.source, self.model, self.outputs, self.corpus, settings)
         self.measurements.routes.register_hooks(self.model.model)
         self.noise = RoundingNoise(self.model.units[name] for name in self.model.layers)
-        for output in outputs:
-            self._open_output(output)
+        for subject in self.subjects:
+            self._open_output(subject)
 
         self.tasks: TaskPasses | None = None
         if settings.tasks is not None:
             served_models = [output.served for output in self.outputs]
-            names = [source.name, *(output.name for output in outputs)]
+            names = [self.source.name, *(subject.name for subject in self.subjects)]
             self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
 
         # Units whose weights are compared already, by name and pass.
@@ -139,10 +130,8 @@ class _Comparison:
         self.checkpoint = settings.pass_checkpoint
         self.continues = self.checkpoint is not None and self.checkpoint.saved is not None
 
-        embedding = self.model.model.get_input_embeddings()
-        self.vocabulary = int(getattr(embedding, "num_embeddings", 0))
         self.prompts = self._read_prompts()
-        self.progress = self._count_tokens(progress)
+        self.progress = self._count_tokens()
 
     def _open_output(self, output: ModelUnderTest) -> None:
         """Open an output, which must be of the source's model."""
@@ -160,9 +149,9 @@ class _Comparison:
         if settings.tokenizer is None or not settings.answers_prompts:
             return ()
         nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
-        return prompts_to_answer(settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory)
+        return prompts_to_answer(settings.prompts, settings.tokenizer, nbytes, settings.answer_memory)
 
-    def _count_tokens(self, progress: Advanced | None) -> PassProgress:
+    def _count_tokens(self) -> PassProgress:
         """Make what tells of the progress, from the tokens of texts, tasks and answers."""
         text_tokens = self.passes * len(self.local_documents) * self.corpus.length
         if self.tasks is not None:
@@ -173,14 +162,10 @@ class _Comparison:
             answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs))
 
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
-        costs = layer_costs(self.model, [unit for unit in (*self.model.layers, *self.head) if unit not in resumed])
-        return PassProgress(costs, text_tokens, progress, answer_tokens)
-
-    @property
-    def head(self) -> list[str]:
-        """Name of the output head in a list; empty if it is not a unit of its own."""
         head = transformers_internals.output_head(self.model.model)
-        return [name for name, module in self.model.units.items() if module is head]
+        units = [*self.model.layers, *(name for name, module in self.model.units.items() if module is head)]
+        left = [unit for unit in units if unit not in resumed]
+        return PassProgress(left, text_tokens, self.advanced, answer_tokens)
 
     @property
     def answers_prompts(self) -> bool:
@@ -205,8 +190,7 @@ class _Comparison:
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
         models = [self.model, *(output.served.model for output in self.outputs)]
-        threads = threads_for(self.model, self.corpus.length)
-        with self.settings.streamed(models) as scratch, limited_threads(threads):
+        with self.settings.streamed(models) as scratch, limited_threads(self.model, self.corpus.length):
             return self._run(scratch)
 
     def _run(self, scratch: OffloadFile | None) -> Evaluation:
@@ -268,13 +252,6 @@ class _Comparison:
                 "--prompts were not answered: a model takes more than half of the free memory, or more than "
                 "--max-memory leaves"
             )
-
-        notes += [
-            f"{output.subject.name}: AWQ or SmoothQuant changed its weights, so they were not compared one by one; "
-            "openquant verify --source --full does that"
-            for output in self.outputs
-            if output.facts.smoothed
-        ]
 
         evaluation = make_evaluation(self.measurements, self._answers(), notes)
         if self.tasks is not None and self.settings.tasks is not None:

@@ -10,7 +10,7 @@ Records of several processes are simply concatenated. docs/figures.md defines ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -94,14 +94,8 @@ def compare_logits(
         each position but the last: arrays [length - 1], float64 or, for agreement, bool.
 
     Raises:
-        SourceError: a logit is NaN or infinite, or the vocabularies differ.
+        SourceError: a logit is NaN or infinite.
     """
-    if source.shape != output.shape:
-        raise SourceError(
-            f"{models[0]} has logits for {source.shape[-1]} tokens, {models[1]} for {output.shape[-1]}",
-            "compare models of one vocabulary",
-        )
-
     chunks = []
     next_tokens = ids[1:].to(source.device)
     step = max(1, CHUNK // source.shape[-1])
@@ -196,10 +190,8 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
         `kl_by_document` (all in nats), `top1` and `top5` as shares of 1, `perplexity`, and `rms_dp`, the root mean
         square of the difference in probability of the next token.
     """
-    kl = _concatenate(records, lambda record: record.kl)
-    confidence = _concatenate(records, lambda record: record.confidence)
-    source_nll = _concatenate(records, lambda record: record.source_nll)
-    output_nll = _concatenate(records, lambda record: record.output_nll)
+    figures = np.concatenate([record.figures() for record in records], axis=1)
+    kl, confidence, source_nll, output_nll, top1, top5 = figures
     position = np.concatenate([np.arange(len(record.kl)) for record in records])
     median, p90, p99, p999 = (float(quantile) for quantile in np.quantile(kl, [0.5, 0.9, 0.99, 0.999]))
     nll_interval = bootstrap_interval([(record.output_nll - record.source_nll) for record in records], seed)
@@ -219,8 +211,8 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
         "kl_by_position": _kl_in_bins(kl, position, _position_edges(int(position.max()) + 1)),
         "kl_by_domain": _kl_by_domain(records, seed),
         "kl_by_document": [mean(record.kl) for record in records],
-        "top1": float(_concatenate(records, lambda record: record.top1).mean()),
-        "top5": float(_concatenate(records, lambda record: record.top5).mean()),
+        "top1": float(top1.mean()),
+        "top5": float(top5.mean()),
         "perplexity": {
             "source": math.exp(mean(source_nll)),
             "output": math.exp(mean(output_nll)),
@@ -268,7 +260,7 @@ def kl_histogram(records: Sequence[DocumentRecord]) -> list[float]:
         For each bin between two neighbours of EDGES, in nats, the share of positions in it: len(EDGES) - 1 shares of 1.
         Values beyond the edges count in the outermost bins.
     """
-    kl = np.clip(_concatenate(records, lambda record: record.kl), EDGES[0], np.nextafter(EDGES[-1], 0))
+    kl = np.clip(np.concatenate([record.kl for record in records]), EDGES[0], np.nextafter(EDGES[-1], 0))
     counts, _ = np.histogram(kl, EDGES)
     return [float(share) for share in counts / len(kl)]
 
@@ -297,7 +289,7 @@ def bootstrap_interval(documents: Sequence[Figures], seed: int) -> list[float] |
 
 def mean_kl(documents: Sequence[DocumentRecord]) -> float:
     """Return the mean KL divergence over all positions of all documents, in nats."""
-    return mean(_concatenate(documents, lambda record: record.kl))
+    return mean(np.concatenate([record.kl for record in documents]))
 
 
 def mean(figures: npt.NDArray[Any]) -> float:
@@ -307,12 +299,6 @@ def mean(figures: npt.NDArray[Any]) -> float:
         figures: float or bool, [n] or of more axes.
     """
     return float(figures.mean()) if len(figures) else 0.0
-
-
-def _concatenate(
-    records: Sequence[DocumentRecord], pick: Callable[[DocumentRecord], npt.NDArray[Any]]
-) -> npt.NDArray[Any]:
-    return np.concatenate([pick(record) for record in records])
 
 
 def _position_edges(length: int) -> list[int]:

@@ -42,10 +42,10 @@ from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import WeightFacts, stated_facts
 from ..streaming.interleaved import holds_experts
+from ..streaming.memory import vocabulary_of
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.session import vocabulary_of
 from ..version import __version__
 from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
@@ -293,14 +293,17 @@ def make_evaluation(
     documents = len(measurements.corpus.documents)
     few = []
     if documents < ENOUGH_TEXTS:
-        few = [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
+        few = [
+            f"an interval from {documents} texts says next to nothing: take 16 or more to publish the figures "
+            "(--samples)"
+        ]
 
-    guesses = _guess_notes(measurements.source.checkpoint, outputs[0]["perplexity"]["source"])
+    guesses = _note_guesses(measurements.source.checkpoint, outputs[0]["perplexity"]["source"])
     all_notes = dict.fromkeys([*guesses, *measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
 
 
-def _guess_notes(source: Checkpoint, perplexity: float) -> list[str]:
+def _note_guesses(source: Checkpoint, perplexity: float) -> list[str]:
     """Say that the source guesses, which leaves nothing that an output could lose."""
     vocabulary = vocabulary_of(source)
     if vocabulary is None or not perplexity >= GUESSED * vocabulary:
@@ -309,12 +312,6 @@ def _guess_notes(source: Checkpoint, perplexity: float) -> list[str]:
         f"the source does little better than guess among its {vocabulary:,} tokens (perplexity {perplexity:,.0f}): its "
         "weights, config or tokenizer may be damaged, and likeness to it says nothing"
     ]
-
-
-def _few(documents: int) -> str:
-    if documents == 1:
-        return "a single text gives no interval"
-    return f"an interval from {documents} texts says next to nothing"
 
 
 def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..data.corpus import Corpus, read_corpus
+from ..data.tasks import Tasks, read_tasks
+from ..data.tokenizer import Tokenizer
 from ..distributed import Ranks
-from ..errors import UsageError
 from ..files.cards import EVALUATION
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, Taken, taken_by
@@ -27,24 +29,11 @@ from ..machine import find_device
 from ..options import Evaluate, Texts, files_read, verb
 from ..plan.architecture import known_architecture
 from ..result import Place, Preview, Reporter, default_reporter
-from ..streaming.memory import answer_memory, evaluation_steps, memory_left
-from ..streaming.session import (
-    BUDGET,
-    TEXTS_OR_CHECKPOINTS,
-    Scratch,
-    checked_progress,
-    find_tokenizer,
-    hidden_bytes,
-    part_path,
-    streamed_run,
-    vocabulary_of,
-)
+from ..streaming import session
+from ..streaming.memory import answer_memory, evaluation_steps, hidden_bytes, memory_left
 from .types import counted_questions
 
 if TYPE_CHECKING:
-    from ..data.corpus import Corpus
-    from ..data.tasks import Tasks
-    from ..data.tokenizer import Tokenizer
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .results import Evaluation, EvaluationSettings, ModelUnderTest
     from .task_passes import TaskRequests
@@ -79,11 +68,10 @@ def _evaluate(options: Evaluate, texts: Texts, ranks: Ranks, reporter: Reporter)
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     inputs = _check_inputs(options, texts, ranks)
-    # It imports transformers.
     from .compare import compare_outputs
 
     settings = _settings(options, inputs, ranks)
-    progress = checked_progress(ranks, reporter.on_progress)
+    progress = session.checked_progress(ranks, reporter.on_progress)
     source, *outputs = inputs.subjects
     evaluation = compare_outputs(source, outputs, inputs.corpus, settings, reporter.on_note, progress)
 
@@ -125,30 +113,25 @@ class _Inputs(NamedTuple):
 def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     """Open all models, read texts and tasks, and refuse what cannot be done, before anything is computed or written."""
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
-    if options.stream and all(model.repo is None for model in models):
-        raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
     checkpoints = [model.open() for model in models]
     files = _destinations(options, texts, models[1:]) if ranks.first else []
     names = [model.repo or model.name for model in models]
     memory_left(options.max_memory, evaluation_steps(list(zip(names, checkpoints, strict=True)), texts.length))
 
-    # These import transformers.
-    from ..data.corpus import read_corpus
-    from ..data.tasks import read_tasks
     from .results import ModelUnderTest
 
     read = read_tasks(options.tasks, options.limit) if options.tasks else None
     tokenizers: list[Tokenizer] = []
     for model, checkpoint in zip(models, checkpoints, strict=True):
-        tokenizers.append(find_tokenizer(model, checkpoint, like=tokenizers[0] if tokenizers else None))
+        tokenizers.append(session.find_tokenizer(model, checkpoint, like=tokenizers[0] if tokenizers else None))
     tokenizer = tokenizers[0]
-    corpus = read_corpus(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
+    corpus = read_corpus(texts, tokenizer)
     tasks = None
     if read is not None:
         tasks = _encode_tasks(read, options, texts, checkpoints[0], tokenizer)
 
     shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
-    ranks.require_same([corpus.sha256, tasks and tasks.sha256, shards], TEXTS_OR_CHECKPOINTS)
+    ranks.require_same([corpus.sha256, tasks and tasks.sha256, shards], session.TEXTS_OR_CHECKPOINTS)
     subjects = [
         ModelUnderTest(name, checkpoint, tokenizer.differences(other), model.fingerprint(checkpoint))
         for name, checkpoint, other, model in zip(names, checkpoints, tokenizers, models, strict=True)
@@ -163,7 +146,7 @@ def _encode_tasks(
     from .task_passes import TaskRequests, encode_requests, longest_sequence
 
     longest = longest_sequence(source.config, tokenizer)
-    requests = encode_requests(tasks.requests, tokenizer, longest, vocabulary_of(source))
+    requests = encode_requests(tasks.requests, tokenizer, longest)
     # Private directories are not published.
     given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
     return TaskRequests(tasks, requests, given, options.limit, texts.length)
@@ -177,7 +160,7 @@ def _settings(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> EvaluationSet
     longest_text = inputs.corpus.length if tasks is None else max(inputs.corpus.length, tasks.longest)
     left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
     directory = _scratch_directory(options, inputs.models)
-    place = Scratch(directory, BUDGET if left is None else left, options.stream, ranks.local_size)
+    place = session.Scratch(directory, session.BUDGET if left is None else left, options.stream, ranks.local_size)
     origins = [(model, subject.fingerprint) for model, subject in zip(inputs.models, inputs.subjects, strict=True)]
 
     return EvaluationSettings(
@@ -186,7 +169,7 @@ def _settings(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> EvaluationSet
         options.device,
         inputs.tokenizer,
         options.prompts,
-        partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
+        partial(session.streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
         answers_prompts=not (options.stream or options.no_prompts),
         ranks=ranks,
         answer_memory=answer_memory(options.max_memory),
@@ -289,7 +272,7 @@ def _pass_checkpoint(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> PassCh
         return None
     results = EVAL_FILE if options.out is None else Path(options.out).name
     name = f"{inputs.models[1].name}.{results}"
-    return PassCheckpoint(part_path(directory / name, ranks), _conditions(options, inputs, ranks))
+    return PassCheckpoint(session.part_path(directory / name, ranks), _conditions(options, inputs, ranks))
 
 
 def _sha256(facts: object) -> str:

@@ -9,7 +9,7 @@ each output as engines serve it; pass 0 is the source.
 
 The requests become token ids exactly as in lm-eval's backend for transformers (HFLM, 0.4.13).
 
-    requests = encode_requests([("Question: ...\nAnswer:", " Mars")], tokenizer, max_length=8192, vocabulary=151936)
+    requests = encode_requests([("Question: ...\nAnswer:", " Mars")], tokenizer, max_length=8192)
     requests[0].choice      # (21048,)
 
 Builds the figures of tasks, as eval.json has them; docs/tasks.md explains the keys.
@@ -27,14 +27,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,15 +43,13 @@ from ..errors import SourceError
 from ..files.model_files import short_repr
 from ..plan.architecture import known_architecture
 from ..streaming.interleaved import ForwardPass
+from ..streaming.memory import config_levels
 from ..streaming.model import StreamedModel, products_in_float32
 from ..streaming.packing import ChoiceRequest, Pack, make_packs, packed_logits, packing_of
 from ..streaming.session import documents_of_rank
 from .as_served import ServedModel
 from .kl import CHUNK, divergences, log_probabilities
 from .types import counted_questions
-
-# Rows of the scores.
-_LOGLIKELIHOOD, _GREEDY, _KL = range(3)
 
 
 class RequestScores:
@@ -62,26 +58,17 @@ class RequestScores:
     Args:
         models: the number of models; the first is the source.
         requests: the number of requests.
+
+    Attributes:
+        loglikelihoods: log-probability of each request's choice, in nats [models, requests].
+        greedy: 1 if each token of a choice is the most probable one, else 0 [models, requests].
+        kl: KL(source || model), summed over the tokens of each choice, in nats [models, requests].
     """
 
     def __init__(self, models: int, requests: int) -> None:
         # NaN until a request is computed; all ranks together compute each once.
-        self._scores = np.full((models, 3, requests), np.nan)
-
-    def loglikelihoods(self, model: int) -> Figures:
-        """Return the log-probability of each request's choice, in nats [requests]."""
-        values: Figures = self._scores[model, _LOGLIKELIHOOD]
-        return values
-
-    def greedy(self, model: int) -> npt.NDArray[np.bool_]:
-        """Return whether each token of a choice is the most probable one [requests]."""
-        top: npt.NDArray[np.bool_] = self._scores[model, _GREEDY] > 0
-        return top
-
-    def kl(self, model: int) -> Figures:
-        """Return KL(source || model), summed over the tokens of each choice, in nats [requests]."""
-        values: Figures = self._scores[model, _KL]
-        return values
+        self._scores = np.full((3, models, requests), np.nan)
+        self.loglikelihoods, self.greedy, self.kl = self._scores
 
     def add(self, model: int, pack: Pack, logits: Tensor, source: Tensor, names: Sequence[str]) -> None:
         """Score a model's logits for a pack.
@@ -96,8 +83,8 @@ class RequestScores:
         Raises:
             SourceError: a logit is NaN or infinite.
         """
-        scores = np.zeros((3, len(pack.requests)))
-        scores[_GREEDY] = 1
+        loglikelihoods, kl = np.zeros((2, len(pack.requests)))
+        greedy = np.ones(len(pack.requests))
         slots, rows, tokens = pack.predictions.T
         step = max(1, CHUNK // logits.shape[-1])
 
@@ -108,16 +95,16 @@ class RequestScores:
             chunk_rows, chunk_tokens = torch.from_numpy(rows[here] - start), torch.from_numpy(tokens[here])
 
             # Log-probabilities of the choices, and whether each token is the top one.
-            np.add.at(scores[_LOGLIKELIHOOD], slots[here], log_q[chunk_rows, chunk_tokens].double().cpu().numpy())
+            np.add.at(loglikelihoods, slots[here], log_q[chunk_rows, chunk_tokens].double().cpu().numpy())
             is_top = (log_q.argmax(-1).cpu()[chunk_rows] == chunk_tokens).numpy()
-            np.minimum.at(scores[_GREEDY], slots[here], is_top)
+            np.minimum.at(greedy, slots[here], is_top)
 
             if source is not logits:
                 log_p = log_probabilities(source[start : start + step], start, "the tasks", names[0])
-                kl = divergences(log_p.exp(), log_p, log_q).cpu().numpy()
-                np.add.at(scores[_KL], slots[here], kl[rows[here] - start])
+                of_rows = divergences(log_p.exp(), log_p, log_q).cpu().numpy()
+                np.add.at(kl, slots[here], of_rows[rows[here] - start])
 
-        self._scores[model][:, list(pack.requests)] = scores
+        self._scores[:, model, list(pack.requests)] = loglikelihoods, greedy, kl
 
     def state(self) -> Tensor:
         """Return the scores of this process, for `merge`."""
@@ -125,49 +112,48 @@ class RequestScores:
 
     def merge(self, state: Tensor) -> None:
         """Add the scores of another process: its `state()`."""
-        self._scores = np.where(np.isnan(self._scores), state.numpy(), self._scores)
+        missing = np.isnan(self._scores)
+        self._scores[missing] = state.numpy()[missing]
 
 
+@dataclass
 class TaskPasses:
     """The passes of all packs of this process.
 
-    Args:
+    Attributes:
         task_requests: the tokenized questions.
         source: the source's model.
         outputs: the outputs as engines serve them.
         names: names of source and outputs, for messages.
         ranks: the processes that share the packs.
-
-    Attributes:
         packs: the packs of this process.
         packed: whether requests share the tokens that they begin with.
         tokens: the number of tokens of all packs of all processes, for one model.
         scores: the scores of all requests so far.
     """
 
-    def __init__(
-        self,
-        task_requests: TaskRequests,
-        source: StreamedModel,
-        outputs: Sequence[ServedModel],
-        names: Sequence[str],
-        ranks: Ranks,
-    ) -> None:
-        self._source, self._outputs, self._names = source, outputs, names
-        requests = task_requests.requests
-        packing = packing_of(source.model, known_architecture(source.checkpoint), task_requests.longest)
-        packs = make_packs(requests, task_requests.length, packing)
+    task_requests: TaskRequests
+    source: StreamedModel
+    outputs: Sequence[ServedModel]
+    names: Sequence[str]
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        requests = self.task_requests.requests
+        entry = known_architecture(self.source.checkpoint)
+        packing = packing_of(self.source.model, entry, self.task_requests.longest)
+        packs = make_packs(requests, self.task_requests.length, packing)
         self.packed = packing == "tree"
         self.tokens = sum(pack.ids.size for pack in packs)
-        self.packs = [packs[number] for number in documents_of_rank(len(packs), ranks)]
-        self.scores = RequestScores(1 + len(outputs), len(requests))
+        self.packs = [packs[number] for number in documents_of_rank(len(packs), self.ranks)]
+        self.scores = RequestScores(self.models, len(requests))
         # The source's logits of the pack that is being compared.
         self._source_logits: Tensor | None = None
 
     @property
     def models(self) -> int:
         """The number of models, which is the number of passes of a pack."""
-        return 1 + len(self._outputs)
+        return 1 + len(self.outputs)
 
     @property
     def local_tokens(self) -> int:
@@ -177,11 +163,11 @@ class TaskPasses:
     def of_pack(self, number: int) -> list[ForwardPass[Tensor]]:
         """Return the passes of a pack of this process: the source, then each output as engines serve it."""
         pack = self.packs[number]
-        exact = partial(products_in_float32, self._source.device)
-        passes = [ForwardPass(self._source, partial(_logits, self._source, pack, lambda: None), exact)]
-        for served in self._outputs:
+        exact = partial(products_in_float32, self.source.device)
+        passes = [ForwardPass(self.source, partial(_logits, self.source, pack, lambda: None), exact)]
+        for served in self.outputs:
             body = partial(_logits, served.model, pack, served.text_cache)
-            passes.append(ForwardPass(served.model, body, partial(_round_uncounted, served)))
+            passes.append(ForwardPass(served.model, body, served.round_inputs))
         return passes
 
     def score(self, number: int, model: int, logits: Tensor) -> None:
@@ -189,20 +175,13 @@ class TaskPasses:
         if model == 0:
             self._source_logits = logits
         assert self._source_logits is not None
-        self.scores.add(model, self.packs[number], logits, self._source_logits, self._names)
+        self.scores.add(model, self.packs[number], logits, self._source_logits, self.names)
         if model + 1 == self.models:
             self._source_logits = None
 
 
 def _logits(model: StreamedModel, pack: Pack, cache: Callable[[], Any]) -> Tensor:
     return packed_logits(model.model, pack, model.device, cache())
-
-
-@contextmanager
-def _round_uncounted(served: ServedModel) -> Iterator[None]:
-    """Round activations as served, without counting what static scales clip: figures of texts stay as they are."""
-    with served.clipped.pause(), served.round_inputs():
-        yield
 
 
 # Keys of config.json that say the longest sequence; and its length if nothing says it: lm_eval/models/huggingface.py.
@@ -257,8 +236,7 @@ def longest_sequence(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
         config: its config.json.
         tokenizer: its tokenizer, whose maximum counts if the config has none.
     """
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
+    for part in config_levels(config):
         for key in _LENGTH_KEYS:
             if isinstance(value := part.get(key), int) and value > 0:
                 return value
@@ -267,7 +245,7 @@ def longest_sequence(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
 
 
 def encode_requests(
-    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_length: int, vocabulary: int | None
+    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_length: int
 ) -> tuple[ChoiceRequest, ...]:
     """Tokenize requests.
 
@@ -278,38 +256,30 @@ def encode_requests(
         pairs: context and continuation of each.
         tokenizer: the source's tokenizer.
         max_length: the most tokens that the model reads. Contexts are shortened to that at their beginning.
-        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Raises:
-        SourceError: a continuation has no token or too many, or the model does not have a token.
+        SourceError: a continuation has no token or too many.
     """
     inner: Any = tokenizer.inner
     prefix = inner.bos_token_id if inner.bos_token_id is not None else inner.eos_token_id
     first = tokenizer.decode([prefix]) if prefix is not None else None
-    encoded: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:
         special = not (first and text.startswith(first))
         return tokenizer.encode(text, special=special)
 
+    # Requests of one question follow one another.
+    encode_context = lru_cache(maxsize=1)(encode)
     requests = []
     for context, choice in pairs:
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + choice
         if not stripped:
             ids = tokenizer.encode(continuation)
-            if prefix is None:
-                raise SourceError(
-                    f"{tokenizer.where} has neither a BOS nor an EOS token, which a question without a prompt needs",
-                    "leave that task out",
-                )
-            before, after = ([prefix], ids) if ids[:1] != [prefix] else (ids[:1], ids[1:])
+            before = [] if prefix is None else [prefix]
+            after = ids[1:] if ids[:1] == before else ids
         else:
-            if stripped not in encoded:
-                # Requests of one question follow one another.
-                encoded.clear()
-                encoded[stripped] = encode(stripped)
-            before = encoded[stripped]
+            before = encode_context(stripped)
             after = encode(stripped + continuation)[len(before) :]
         if not before or not 0 < len(after) <= max_length:
             raise SourceError(
@@ -319,8 +289,6 @@ def encode_requests(
             )
         kept = max_length + 1 - len(after)
         requests.append(ChoiceRequest(tuple(before[-kept:]), tuple(after)))
-    highest = max((max(request.context + request.choice) for request in requests), default=0)
-    tokenizer.require_in_vocabulary(highest, vocabulary)
     return tuple(requests)
 
 
@@ -340,13 +308,13 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
         For each output what its eval.json has as `tasks`.
     """
     scores, tasks = passes.scores, task_requests.tasks
-    source = tasks.answers(scores.loglikelihoods(0), scores.greedy(0))
+    source = tasks.answers(scores.loglikelihoods[0], scores.greedy[0] > 0)
     choice_tokens = np.array([len(request.choice) for request in task_requests.requests], np.float64)
 
     evaluations = []
     for model in range(1, passes.models):
-        output = tasks.answers(scores.loglikelihoods(model), scores.greedy(model))
-        kl = scores.kl(model)
+        output = tasks.answers(scores.loglikelihoods[model], scores.greedy[model] > 0)
+        kl = scores.kl[model]
 
         def mean_kl(answers: Sequence[TaskAnswers], kl: Figures = kl) -> float:
             requests = np.concatenate([of_task.requests for of_task in answers])

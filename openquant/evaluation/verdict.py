@@ -21,9 +21,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ..files.model_files import short_repr
 from ..formats.format import Format, grid_of
-from ..formats.reference import choose_unsearched_scales, decode, encode, group_absmax, group_global_scale
-from ..formats.schemes import SCHEMES
+from ..formats.reference import choose_unsearched_scales, group_absmax, group_global_scale, nearest
 from ..weights.quant_error import ERROR_MOVED, FEW_WEIGHTS, MOVED, OTHER_WEIGHTS, ROUNDED, WRONG_SCALE
 
 # Limit of a layer's error relative to its format's rounding error, and relative to the median layer's ratio of the two.
@@ -201,15 +201,10 @@ def suspects_by_config(source: Mapping[str, object], output: Mapping[str, object
     names = sorted(name for name in {*source, *output} if source.get(name) != output.get(name))
     return [
         Suspect(
-            "config.json", f"{name} is {_short_repr(output.get(name))}, the source has {_short_repr(source.get(name))}"
+            "config.json", f"{name} is {short_repr(output.get(name))}, the source has {short_repr(source.get(name))}"
         )
         for name in names
     ]
-
-
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 # Elements that are converted to float32 at a time.
@@ -224,8 +219,6 @@ MOST_MOVED = 0.02
 # Groups with less than this share of the mean energy in their row do not count as wrong: the errors that GPTQ
 # propagates into them from other groups may be larger than they are.
 SMALL_GROUP = 0.25
-# Numeric formats that the torch kernels encode; others are encoded with numpy.
-_TORCH_NUMBERS = {scheme.format.number for scheme in SCHEMES.values()}
 
 
 @dataclass(frozen=True)
@@ -379,13 +372,13 @@ def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tup
 def _round_trip(
     weight: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, group: tuple[int, int]
 ) -> Tensor:
-    """Encode float32 weights [out, in] and decode them again."""
-    if fmt.number in _TORCH_NUMBERS:
-        return decode(encode(weight, scale, fmt, zero_point), scale, fmt, zero_point)
-    scales = scale.repeat_interleave(group[0], 0).repeat_interleave(group[1], 1)
-    scales = scales[: weight.shape[0], : weight.shape[1]]
-    codes = fmt.number.encode((weight / scales).contiguous().cpu().numpy())
-    return torch.from_numpy(fmt.number.decode(codes)).to(weight.device) * scales
+    """Return what codes stand for to which float32 weights [out, in] are rounded; all groups are whole."""
+
+    def spread(of_groups: Tensor) -> Tensor:
+        return of_groups.repeat_interleave(group[0], 0).repeat_interleave(group[1], 1)
+
+    shift = 0 if zero_point is None else spread(zero_point)
+    return (nearest(weight / spread(scale) + shift, fmt.number) - shift) * spread(scale)
 
 
 def _pad(weight: Tensor, group: tuple[int, int]) -> Tensor:

@@ -70,10 +70,7 @@ def read_budget(text: str) -> Budget:
     except argparse.ArgumentTypeError:
         pass
 
-    budget = _read_gpus(text)
-    if budget is None:
-        raise _unknown(text, "--fit", "no size", FORMS)
-
+    budget = _read_gpus(text, "--fit", "no size", FORMS)
     if not budget.value:
         raise UsageError("how much memory a CPU has for weights is not known", "give --fit size=12.5GB")
     return budget
@@ -119,14 +116,18 @@ def read_gpus(text: str) -> Budget:
     Raises:
         UsageError: it is no GPU, and no size.
     """
-    budget = _read_gpus(text)
-    if budget is None:
-        raise _unknown(text, "--gpu", "no GPU that is known", "give its memory: --gpu 24GB or 2x24GB")
-    return budget
+    return _read_gpus(text, "--gpu", "no GPU that is known", "give its memory: --gpu 24GB or 2x24GB")
 
 
-def _read_gpus(text: str) -> Budget | None:
-    count, name = _split(text)
+def _read_gpus(text: str, flag: str, what: str, forms: str) -> Budget:
+    """Read number and name or memory of GPUs: "2x4090", "7900xtx" or "24GB"; an error names the flag."""
+    count = 1
+    name = text
+    found = re.fullmatch(r"(\d{1,4}) ?[xX] ?(.+)", text)
+    if found is not None and find_gpu(text) is None:
+        count = int(found[1])
+        name = found[2]
+
     gpu = find_gpu(name)
     try:
         if gpu is not None:
@@ -136,25 +137,12 @@ def _read_gpus(text: str) -> Budget | None:
             return Budget("gpu", _positive(size(name)), int(_positive(count)))
     except argparse.ArgumentTypeError:
         pass
-    return None
 
-
-def _split(text: str) -> tuple[int, str]:
-    """The number and the name of GPUs: (2, "4090") of "2x4090", and (1, "7900xtx")."""
-    found = re.fullmatch(r"(\d{1,4}) ?[xX] ?(.+)", text)
-    if found is None or find_gpu(text) is not None:
-        return 1, text
-    return int(found[1]), found[2]
-
-
-def _unknown(text: str, flag: str, what: str, forms: str) -> UsageError:
-    """The error for GPUs that are not known."""
-    _, name = _split(text)
     if is_apple(name):
-        return UsageError(f"{flag} {short_repr(text)}: vLLM and SGLang have no kernels for Apple's GPUs", ON_APPLE)
+        raise UsageError(f"{flag} {short_repr(text)}: vLLM and SGLang have no kernels for Apple's GPUs", ON_APPLE)
     nearest = nearest_gpus(name)
     near = f"did you mean {' or '.join(nearest)}? Otherwise " if nearest else ""
-    return UsageError(f"{flag} {short_repr(text)} is {what}", f"{near}{forms}")
+    raise UsageError(f"{flag} {short_repr(text)} is {what}", f"{near}{forms}")
 
 
 def _positive(number: float) -> float:

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -93,9 +93,6 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         mixture = choice.smallest(budget.value)
     else:
         mixture = choice.within(limit)
-    for line in _chosen(mixtures, mixture):
-        reporter.on_note(f"--fit: {line}")
-
     on_gpus = budget.kind == "gpu"
     asked = {**vars(run), **vars(recipe), **vars(fit), **vars(request.texts)}
     points = Points(mixtures, asked, fit.fit, limit if on_gpus else None, choice.ratio)
@@ -107,29 +104,6 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         fit.fit if on_gpus else None,
     )
     return as_options(recipe, menu, mixture), found
-
-
-def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
-    """Say for units of one name what they get, and what part of the predicted KL and of the bytes is theirs."""
-    by_name: dict[str, dict[str, int]] = {}
-    kl: dict[str, float] = {}
-    sizes: dict[str, int] = {}
-
-    for number, unit in enumerate(mixtures.menu.units):
-        choice = mixture[number]
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", unit.patterns[0], count=1)
-
-        chosen = by_name.setdefault(name, {})
-        chosen[choice] = chosen.get(choice, 0) + 1
-        kl[name] = kl.get(name, 0.0) + mixtures.scores[number][choice]
-        sizes[name] = sizes.get(name, 0) + unit.choices[choice].nbytes
-
-    all_kl, all_bytes = sum(kl.values()) or 1.0, sum(sizes.values())
-
-    for name, chosen in by_name.items():
-        counts = ", ".join(f"{choice} {count}" for choice, count in sorted(chosen.items()))
-        share, part = 100 * kl[name] / all_kl, 100 * sizes[name] / all_bytes
-        yield f"{name}: {counts}; {share:.0f} % of the predicted KL, {part:.0f} % of the bytes"
 
 
 class _Choice:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,22 +29,14 @@ from ..data.corpus import Corpus
 from ..errors import PlanError
 from ..evaluation.as_served import ActivationRounding, QuantizedInputs, inputs_of_experts
 from ..evaluation.kl import DocumentRecord, compare_logits
-from ..formats import kernels
 from ..formats.format import Group, read_activation_quantization
 from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, hidden_state, holds_experts, run_interleaved
-from ..streaming.model import (
-    Advanced,
-    PassProgress,
-    StreamedModel,
-    layer_costs,
-    limited_threads,
-    products_in_float32,
-    threads_for,
-)
+from ..streaming.meta_model import write_bfloat16
+from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..weights.find import decoded_view
@@ -105,10 +97,11 @@ def _targets(model: StreamedModel) -> dict[str, str]:
     return {tensor: parameter for parameter, tensors in model.made_of.items() for tensor in tensors}
 
 
+@dataclass
 class _Quantizer:
     """Runs parts of a streamed model with some units quantized.
 
-    Args:
+    Attributes:
         model: the source's model.
         units: the units.
         fused: groups of layers that engines fuse, by module.
@@ -117,19 +110,17 @@ class _Quantizer:
             the choices change, and a layer is in memory at most twice.
     """
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        units: Sequence[Unit],
-        fused: Mapping[str, tuple[str, ...]],
-        loops: Loops,
-        keeps: bool,
-    ) -> None:
-        self.model, self.units, self.fused, self.keeps = model, units, fused, keeps
-        decoded, _ = decoded_view(model.checkpoint)
-        self.make_reader = lambda: Reader(decoded.where, lambda shard: model.shard_provider.path(shard), loops=loops)
-        self.places = places_of(model, units)
-        self.targets = _targets(model)
+    model: StreamedModel
+    units: Sequence[Unit]
+    fused: Mapping[str, tuple[str, ...]]
+    loops: Loops
+    keeps: bool
+
+    def __post_init__(self) -> None:
+        decoded, _ = decoded_view(self.model.checkpoint)
+        self.make_reader = lambda: Reader(decoded.where, self.model.shard_provider.path, loops=self.loops)
+        self.places = places_of(self.model, self.units)
+        self.targets = _targets(self.model)
         self.parameters: dict[tuple[int, str], Mapping[str, Tensor]] = {}
         # What rounds the inputs of a unit in a choice; None if these stay as they are.
         self.rounding: dict[tuple[int, str], ActivationRounding | None] = {}
@@ -248,10 +239,9 @@ def measure_mixtures(
     run = _Run(_Quantizer(model, units, fused, loops, keeps=not changes), corpus, mixtures, changes)
     if checkpoint is not None:
         run.continue_from(checkpoint)
-    with limited_threads(threads_for(model, corpus.length)), run.wrapped_layers():
+    with limited_threads(model, corpus.length), run.wrapped_layers():
         head = [name for name in model.units if name not in model.layers and name in run.quantizer.places]
-        costs = layer_costs(model, [*model.layers, *head])
-        done = PassProgress(costs, (1 + len(mixtures)) * run.tokens, progress)
+        done = PassProgress([*model.layers, *head], (1 + len(mixtures)) * run.tokens, progress)
         run_interleaved(
             run.batches(), finished=run.compare, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )
@@ -259,27 +249,23 @@ def measure_mixtures(
     return Measured(run.records, changed)
 
 
+@dataclass
 class _Run:
     """One call of `measure_mixtures`."""
 
-    def __init__(
-        self,
-        quantizer: _Quantizer,
-        corpus: Corpus,
-        mixtures: Sequence[Mixture],
-        changes: Mapping[int, Sequence[str]],
-    ) -> None:
-        self.quantizer = quantizer
-        self.model = quantizer.model
-        self.corpus = corpus
-        self.changes = changes
-        self.mixtures = list(mixtures)
-        self.order = {name: number for number, name in enumerate(self.model.units)}
-        self.tokens = len(corpus.documents) * corpus.length
-        self.repeats_source = repeats_source(self.model)
-        self.carried = {next(iter(mixture.items())) for mixture in mixtures if len(mixture) == 1}
+    quantizer: _Quantizer
+    corpus: Corpus
+    mixtures: Sequence[Mixture]
+    changes: Mapping[int, Sequence[str]]
 
-        self.records: list[list[DocumentRecord]] = [[] for _ in mixtures]
+    def __post_init__(self) -> None:
+        self.model = self.quantizer.model
+        self.order = {name: number for number, name in enumerate(self.model.units)}
+        self.tokens = len(self.corpus.documents) * self.corpus.length
+        self.repeats_source = repeats_source(self.model)
+        self.carried = {next(iter(mixture.items())) for mixture in self.mixtures if len(mixture) == 1}
+
+        self.records: list[list[DocumentRecord]] = [[] for _ in self.mixtures]
         # Relative squared changes of hidden states, added over tokens, by unit and choice.
         self.changed: dict[tuple[int, str], float] = {}
 
@@ -483,29 +469,20 @@ def replaced_tensors(
             if group[0] not in shared:
                 members = [(weights[member], scheme) for member in group]
                 shared[group[0]] = shared_absmax(members, make_reader())
-            tensors.setdefault(weight.source.name, []).append(_Rounded(weight, scheme, shared[group[0]]))
+            tensors.setdefault(weight.source.name, []).append((weight, scheme, shared[group[0]]))
     return {name: partial(_rounded_tensor, rounded, make_reader) for name, rounded in tensors.items()}
 
 
-class _Rounded(NamedTuple):
-    """A weight, its scheme, and the largest absolute weight of all that share its per-tensor or global scale."""
-
-    weight: Weight
-    scheme: Scheme
-    absmax: Floats
+# A weight, its scheme, and the largest absolute weight of all that share its per-tensor or global scale.
+_Rounded = tuple[Weight, Scheme, Floats]
 
 
 def _rounded_tensor(weights: list[_Rounded], make_reader: Callable[[], Reader]) -> torch.Tensor:
     reader = make_reader()
-    tensor = torch.empty(weights[0].weight.source.shape, dtype=torch.bfloat16)
+    tensor = torch.empty(weights[0][0].source.shape, dtype=torch.bfloat16)
     flat = tensor.view(torch.int16).numpy().view(np.uint16).reshape(-1)
     for weight, scheme, absmax in weights:
-        target, low = _rows_of(weight, flat), 0
-        for values in rounded_rows(weight, scheme, absmax, reader):
-            rounded = np.empty(values.shape, np.uint16)
-            kernels.to_bfloat16(values, rounded)
-            target[low : low + len(rounded)] = rounded
-            low += len(rounded)
+        write_bfloat16(rounded_rows(weight, scheme, absmax, reader), _rows_of(weight, flat))
     return tensor
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..convert.conversion import COMPILED_MEMORY, loops, worth_compiling
+from ..data.corpus import Corpus, read_corpus
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
@@ -25,17 +26,15 @@ from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
-from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
-from ..streaming.session import BUDGET, Scratch, find_tokenizer, hidden_bytes, part_path, streamed_run, vocabulary_of
+from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_step, scoring_step
+from ..streaming.session import BUDGET, Scratch, find_tokenizer, part_path, streamed_run
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 
 if TYPE_CHECKING:
-    from ..data.corpus import Corpus
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .scores import Measured
-
 
 # Documents and tokens of each that scores are measured on, and of those that mixtures are compared on.
 SCORED = (3, 96)
@@ -65,13 +64,14 @@ class Session:
 
     @cached_property
     def _conditions(self) -> dict[str, str]:
-        """What scores depend on besides units and schemes."""
-        libraries = {name: version(name) for name in ("torch", "transformers")}
+        """What scores depend on."""
+        units = [[unit.modules, sorted(unit.choices)] for unit in self.menu.units]
         return {
             "model": self.opened.fingerprint().stamp,
             "texts": self.scored.sha256,
+            "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest(),
             "openquant": __version__,
-            **libraries,
+            **{name: version(name) for name in ("torch", "transformers")},
         }
 
     @cached_property
@@ -85,8 +85,8 @@ class Session:
 
     @cached_property
     def kept(self) -> Scores | None:
-        """Scores of an earlier run; None if there are none of this model with these texts and versions."""
-        return read_scores(self._target.path, self.menu.units, self._conditions)
+        """Scores of an earlier run; None if there are none of this model with these texts, schemes and versions."""
+        return read_scores(self._target.path, self._conditions)
 
     @cached_property
     def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
@@ -160,14 +160,12 @@ class Session:
 
     def _read(self, amount: tuple[int, int], purpose: Any) -> Corpus:
         """Read so many documents of so many tokens each."""
-        from ..data.corpus import read_corpus
-
         samples, length = amount
         given = self.texts
         wanted = Texts(given.text, dataset=given.dataset, samples=max(samples, len(given.text)), length=length)
         opened = self.opened
         tokenizer = find_tokenizer(opened.source, opened.checkpoint)
-        return read_corpus(wanted, tokenizer, purpose, vocabulary_of(opened.checkpoint))
+        return read_corpus(wanted, tokenizer, purpose)
 
     def _checkpoint(self) -> PassCheckpoint | None:
         """The file that interrupted scoring continues from; None if something else than arguments may go from layer to
@@ -176,9 +174,7 @@ class Session:
 
         if known_architecture(self.opened.checkpoint) is None:
             return None
-        units = [[unit.modules, sorted(unit.choices)] for unit in self.menu.units]
-        about = {**self._conditions, "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest()}
-        return PassCheckpoint(part_path(self._target.path, Ranks()), about)
+        return PassCheckpoint(part_path(self._target.path, Ranks()), self._conditions)
 
     def _model(self) -> StreamedModel:
         from ..streaming.model import StreamedModel
@@ -254,30 +250,20 @@ def scores_json(scores: Scores, units: Sequence[Unit], conditions: dict[str, Any
     return f"{json.dumps({_KEY: _VERSION, 'conditions': conditions, 'units': measured}, indent=1)}\n".encode()
 
 
-def read_scores(path: Path, units: Sequence[Unit], conditions: dict[str, Any]) -> Scores | None:
+def read_scores(path: Path, conditions: dict[str, Any]) -> Scores | None:
     """Read scores of an earlier run.
 
     Args:
         path: the file, which may be missing.
-        units: the units that scores are needed of.
         conditions: what the scores must have been measured under.
 
     Returns:
-        The scores; None if there is no such file, it is of other conditions or units, or damaged.
+        The scores; None if there is no such file, it is of other conditions, or damaged.
     """
     try:
         content = parse_json(read_small(path, str(path), _MOST), str(path))
-        if content[_KEY] != _VERSION or content["conditions"] != conditions:
+        if content["conditions"] != conditions:
             return None
-        scores = tuple({UNQUANTIZED: 0.0, **kept["kl"]} for kept in content["units"])
-        modules = [tuple(kept["modules"]) for kept in content["units"]]
+        return tuple({UNQUANTIZED: 0.0, **kept["kl"]} for kept in content["units"])
     except (OpenQuantError, OSError, LookupError, TypeError):
         return None
-
-    # Of other units, or in other schemes.
-    if modules != [unit.modules for unit in units] or any(
-        kl.keys() != unit.choices.keys() or not all(isinstance(value, float) for value in kl.values())
-        for unit, kl in zip(units, scores, strict=True)
-    ):
-        return None
-    return scores

@@ -93,11 +93,7 @@ def table_of(request: CompareSchemes, checkpoint: Checkpoint, identity: str, rev
     planner = Planner(checkpoint, identity, request.architecture)
     if request.kv_cache == "auto" and _says_fp8_cache(checkpoint):
         with_fp8 = replace(request, kv_cache="fp8")
-        try:
-            return replace(_Table(with_fp8, budget, planner).make(revision), cache_in_config=True)
-        except OpenQuantError:
-            # The cache of these layers has no scales that we know. What else is wrong is raised again below.
-            pass
+        return replace(_Table(with_fp8, budget, planner).make(revision), cache_in_config=True)
     return _Table(request, budget, planner).make(revision)
 
 
@@ -362,16 +358,10 @@ class _Table:
         """The row of the source as it is."""
         stored = summary.has_quantized_source(plan)
         return SchemeFit(
-            scheme=None,
-            bits=None,
             bytes=summary.source_bytes(plan),
-            engines=(),
             arithmetic=None if stored or self.hardware is None else "16 bits",
-            expert_arithmetic=None,
-            needs=(),
             kl=0.0,
             least=0.0,
-            calibrated=None,
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)),
         )
 
@@ -542,7 +532,7 @@ class Held:
     left: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SchemeFit:
     """A row of the table.
 
@@ -561,16 +551,16 @@ class SchemeFit:
         holds: what each target of the table holds.
     """
 
-    scheme: str | None
-    bits: float | None
+    scheme: str | None = None
+    bits: float | None = None
     bytes: int
-    engines: tuple[str, ...]
-    arithmetic: str | None
-    expert_arithmetic: str | None
-    needs: tuple[str, ...]
+    engines: tuple[str, ...] = ()
+    arithmetic: str | None = None
+    expert_arithmetic: str | None = None
+    needs: tuple[str, ...] = ()
     kl: float | None
     least: float | None
-    calibrated: str | None
+    calibrated: str | None = None
     holds: tuple[Held, ...]
 
     @property

@@ -41,15 +41,7 @@ from ..errors import OpenQuantError
 from ..machine import give_memory_back, memory_used_again
 from . import transformers_internals
 from .meta_model import REST
-from .model import (
-    Advanced,
-    PassProgress,
-    StreamedModel,
-    layer_costs,
-    limited_threads,
-    products_in_float32,
-    threads_for,
-)
+from .model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
 from .offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from .pass_checkpoint import PassCheckpoint
 
@@ -104,23 +96,6 @@ class _SuspendedPass(Generic[T]):
     def model(self) -> StreamedModel:
         return self.forward_pass.model
 
-    def resume(self, output: Any = None) -> None:
-        """Run the pass up to its next unit or its end.
-
-        Args:
-            output: what the unit it waits for returned.
-
-        Raises:
-            BaseException: what the body raised.
-        """
-        switched = self.greenlet.switch(output)
-        if self.greenlet.dead:
-            self.value = switched
-            self.done = True
-        else:
-            self.unit, args, kwargs = switched
-            self.call = args, kwargs
-
     def abandon(self) -> None:
         """End the pass wherever it is, and free what its frames refer to."""
         self.call = (), {}
@@ -155,8 +130,8 @@ def run_interleaved(
         until: the last unit to compute, after which all passes are abandoned and `finished` is not called; None to
             compute all.
         progress: called with unit name, how many batches are through it, and the number of batches.
-        checkpoint: file that waiting passes are saved to, and continued from if it has any; used as long as all passes
-            wait for units of one name.
+        checkpoint: file that waiting passes are saved to, and continued from if it has any. All passes must then wait
+            for units of the same names.
         gradients: whether torch notes what gradients need, in place of inference mode.
 
     Raises:
@@ -223,22 +198,21 @@ def run_with_hooks(
         with products_in_float32(model.device), hooks.on(number):
             yield
 
-    texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
-    resumed = frozenset() if checkpoint is None else checkpoint.done
-    layers = model.layers[: model.layers.index(until) + 1]
-    costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
+    def make_pass(number: int) -> ForwardPass[object]:
+        ids = torch.tensor(corpus.documents[number].ids, device=model.device)
+        return ForwardPass(model, partial(body, ids), partial(observe, number))
 
-    with limited_threads(threads_for(model, corpus.length)):
+    resumed = frozenset() if checkpoint is None else checkpoint.done
+    layers = [layer for layer in model.layers[: model.layers.index(until) + 1] if layer not in resumed]
+
+    with limited_threads(model, corpus.length):
         run_interleaved(
-            [
-                [ForwardPass(model, partial(body, ids), partial(observe, number))]
-                for number, ids in zip(documents, texts, strict=True)
-            ],
+            [[make_pass(number)] for number in documents],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
             until=until,
-            progress=PassProgress(costs, len(texts) * corpus.length, progress).layer_done,
+            progress=PassProgress(layers, len(documents) * corpus.length, progress).layer_done,
             checkpoint=checkpoint,
         )
 
@@ -255,17 +229,13 @@ class _Driver:
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def __enter__(self) -> _Driver:
-        try:
-            for model in self.models:
-                model.load(REST)
-                for name, module in model.units.items():
-                    # A caller may have replaced the class's forward in this instance.
-                    self._replaced.append((module, module.__dict__.get("forward")))
-                    self.forwards[id(model), name] = module.forward
-                    module.forward = self._suspending(name, module.forward)
-        except BaseException:
-            self.__exit__()
-            raise
+        for model in self.models:
+            model.load(REST)
+            for name, module in model.units.items():
+                # A caller may have replaced the class's forward in this instance.
+                self._replaced.append((module, module.__dict__.get("forward")))
+                self.forwards[id(model), name] = module.forward
+                module.forward = self._suspending(name, module.forward)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -280,14 +250,19 @@ class _Driver:
         def call(*args: Any, **kwargs: Any) -> Any:
             if getcurrent() is not self.running:
                 return forward(*args, **kwargs)
-            return self.main_greenlet.switch((name, args, kwargs))
+            return self.main_greenlet.switch((name, (args, kwargs)))
 
         return call
 
     def resume(self, suspended: _SuspendedPass[Any], output: Any = None) -> None:
         """Run a pass up to its next unit or its end; `output` is what the unit it waits for returned."""
         self.running = suspended.greenlet
-        suspended.resume(output)
+        switched = suspended.greenlet.switch(output)
+        if suspended.greenlet.dead:
+            suspended.value = switched
+            suspended.done = True
+        else:
+            suspended.unit, suspended.call = switched
 
     def compute(self, suspended: _SuspendedPass[Any]) -> Any:
         """Compute the unit that a pass waits for, and return its output."""
@@ -298,19 +273,32 @@ class _Driver:
             if other is not model:
                 other.release_pages()
 
-        try:
-            with suspended.forward_pass.around():
-                forward = self.forwards[id(model), suspended.unit]
-                if model.units[suspended.unit] is model.model.get_input_embeddings():
-                    return model.embed_in_pieces(forward, args, kwargs)
-                if model.units[suspended.unit] is transformers_internals.output_head(model.model):
-                    return model.project_in_pieces(forward, args, kwargs)
-                return forward(*args, **kwargs)
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
-            raise OpenQuantError(
-                f"{suspended.unit} of {type(model.model).__name__} cannot be computed: {str(error).strip()[:300]}",
-                "transformers' model fails on these weights or this text",
-            ) from error
+        unit = suspended.unit
+        what = f"{unit} of {type(model.model).__name__} cannot be computed"
+        with suspended.forward_pass.around(), explain_errors(what, _FAILS):
+            forward = self.forwards[id(model), unit]
+            if model.units[unit] is model.model.get_input_embeddings():
+                return model.embed_in_pieces(forward, args, kwargs)
+            if model.units[unit] is transformers_internals.output_head(model.model):
+                return model.project_in_pieces(forward, args, kwargs)
+            return forward(*args, **kwargs)
+
+
+_FAILS = "transformers' model fails on these weights or this text"
+
+
+@contextmanager
+def explain_errors(what: str, hint: str) -> Iterator[None]:
+    """Raise errors of a model's own code as an OpenQuantError.
+
+    Args:
+        what: what cannot be done, which begins the message.
+        hint: what the user can do.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
+        raise OpenQuantError(f"{what}: {str(error).strip()[:300]}", hint) from error
 
 
 @dataclass
@@ -349,8 +337,6 @@ class _Run(Generic[T]):
 
             for model, unit in units.items():
                 model.load(unit)
-                if not is_last:
-                    model.prefetch(model.next_unit[unit])
             self._compute_units(units, waiting[0].unit, is_last)
             for model, unit in units.items():
                 model.free(unit)
@@ -408,10 +394,6 @@ class _Run(Generic[T]):
         """
         model = self.passes[0].model
         unit = self.passes[0].unit
-        if any(suspended.done or suspended.unit != unit for suspended in self.passes):
-            checkpoint.refuse_units()
-            return False
-
         if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
             calls = checkpoint.saved_calls(unit, [suspended.call for suspended in self.passes], model.device)
             for suspended, call in zip(self.passes, calls, strict=False):
@@ -428,8 +410,8 @@ class _Run(Generic[T]):
         return True
 
     def _save(self, checkpoint: PassCheckpoint) -> None:
-        """Save passes to the checkpoint, if all wait for the same unit."""
-        if any(suspended.done or suspended.unit != self.passes[0].unit for suspended in self.passes):
+        """Save passes to the checkpoint, unless they have ended."""
+        if self.passes[0].done:
             return
 
         @contextmanager

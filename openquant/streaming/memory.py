@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UsageError, naming
 from ..files.checkpoint import Checkpoint
@@ -21,7 +21,6 @@ from ..machine import resident
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..weights.find import decoded_view
-from .session import config_levels, hidden_bytes, vocabulary_of
 
 # Bytes of importing torch, transformers and the class of one model; and bytes that still come when torch and
 # transformers are imported: the class, and code that its first forward pass loads.
@@ -50,6 +49,31 @@ SUSPENDED = 96 << 10
 # The name of a module in a list, up to its number: model.layers.0
 _LIST_ITEM = re.compile(r"(.*?\.\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def config_levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a parsed config.json and, of a multimodal model, its `text_config`: a key may be in either."""
+    text_config = config.get("text_config")
+    return [config, text_config] if isinstance(text_config, dict) else [config]
+
+
+def vocabulary_of(checkpoint: Checkpoint) -> int | None:
+    """Return the vocabulary size in config.json, in tokens; None if it has none."""
+    sizes = (config.get("vocab_size") for config in config_levels(checkpoint.config))
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
+    """Return the bytes of bfloat16 hidden states and embeddings of so many tokens; 0 if config.json has no size.
+
+    Embeddings count, because some models use them again in later layers. Some have several residual streams (DeepSeek
+    V4, Gemma 3n).
+    """
+    levels = config_levels(checkpoint.config)
+    sizes = (config.get("hidden_size") for config in levels)
+    counts = (config.get(key) for config in levels for key in ("hc_mult", "altup_num_inputs"))
+    streams = next((count for count in counts if isinstance(count, int)), 1)
+    return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * (1 + streams)
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,7 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     head = 0
     for info in tables:
         nbytes = count_loaded(info)
-        is_mapped = _is_mapped(info, dtype, quantized)
+        is_mapped = info.dtype == dtype and info.name not in quantized
         table = max(table, min(nbytes, LOOKUP) if is_mapped else nbytes)
         head = max(head, HEAD if is_mapped else nbytes)
     whole_head = max(map(count_loaded, tables), default=0)
@@ -163,10 +187,6 @@ def compute_dtype(checkpoint: Checkpoint) -> str:
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
     # Never float16, which takes fifteen times as long as bfloat16 on CPUs.
     return "F32" if max(sizes, key=lambda name: sizes[name]) == "F32" else "BF16"
-
-
-def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:
-    return info.dtype == dtype and info.name not in quantized
 
 
 def _experts_of_token(checkpoint: Checkpoint) -> int:
@@ -254,36 +274,6 @@ def hessian_memory(plan: Plan) -> int:
     return max(map(sum, fused.values()), default=0) + all_tokens
 
 
-def kept_inputs(plan: Plan, tokens: int, max_hessian_bytes: int) -> int:
-    """Return the most bytes of disk for inputs of a layer whose Hessians are not all in memory at once.
-
-    Args:
-        plan: says what GPTQ rounds.
-        tokens: the number of tokens of all texts.
-        max_hessian_bytes: bytes of memory for Hessians.
-    """
-    hessians: Counter[str] = Counter()
-    # By layer, the inputs of a token for each kind of module: an expert's count for each expert that it goes to.
-    inputs: dict[str, dict[str, int]] = {}
-    for weight, scheme in plan.gptq_rounded:
-        match = _LIST_ITEM.match(weight.module)
-        if match is None:
-            continue
-
-        hessians[match[1]] += sum(info.nbytes for info in rounded_tensors(weight, scheme))
-        first, *_ = plan.decisions.fused.get(weight.module, (weight.module,))
-        if weight.module != first:
-            continue
-
-        width = weight.shape[1]
-        experts = _experts_of_token(plan.decoded) if plan.entry.experts(weight.module) else 1
-        hessians[match[1]] += hessian_nbytes(width)
-        inputs.setdefault(match[1], {})[weight.name_template] = experts * width
-
-    most = max((sum(inputs[layer].values()) for layer in inputs if hessians[layer] > max_hessian_bytes), default=0)
-    return most * tokens * DTYPE_BITS[compute_dtype(plan.decoded)] // 8
-
-
 def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> list[MemoryStep]:
     """Return the steps of an evaluation.
 
@@ -313,11 +303,8 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
     quantized_head = any(memory.head > HEAD for memory in weights)
     heads = sum(memory.whole_head if quantized_head else memory.head for memory in weights) + COMPARISON
 
-    count = f"{len(checkpoints)} models"
-    return [
-        MemoryStep(f"evaluating layers of {count}", rest + hidden + max(layers, tables), _length_hint(length)),
-        MemoryStep(f"comparing logits of {count}", rest + hidden + heads + logits, _length_hint(length)),
-    ]
+    nbytes = rest + hidden + max(layers, tables, heads + logits)
+    return [MemoryStep(f"evaluating {len(checkpoints)} models", nbytes, _length_hint(length))]
 
 
 def scoring_step(checkpoint: Checkpoint, passes: int, documents: int, length: int, head: bool) -> MemoryStep:

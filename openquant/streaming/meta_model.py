@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,21 +38,16 @@ from ..files.checkpoint import Checkpoint
 from ..files.model_files import open_regular
 from ..files.shardfile import TensorInfo
 from ..formats import kernels
+from ..formats.numbers import Floats
 from ..models import MODELS
 from ..plan.architecture import known_architecture
 from ..registry.architecture import StackedExperts
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 from . import transformers_internals
-from .transformers_internals import OTHER_WEIGHTS
 
 # Name of the weights outside of all units.
 REST = ""
-
-# Keys of config.json for the number of layers, and endings of its keys for sizes.
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
-_AXES = ("_dim", "_dims", "_rank", "_heads", "hidden_size")
-_LONGEST_AXIS = 1 << 22
 
 
 class UnitTensors(NamedTuple):
@@ -89,7 +84,6 @@ class MetaModel:
         needs: the tensors of each unit and of REST.
         targets: for each tensor of the checkpoint, the parameter that it becomes or is a part of. Experts that the
             checkpoint has one by one and the model stacked are listed under the name of the stack.
-        unexpected: tensors of the checkpoint that the model has no parameter for, such as MTP layers.
         nbytes: bytes of all weights when they are loaded.
 
     Raises:
@@ -103,7 +97,6 @@ class MetaModel:
 
         architecture, settings = _with_output_head(checkpoint)
         kind = transformers_internals.model_class(architecture, settings.get("model_type"))
-        _check_config_sizes(checkpoint)
         config = transformers_internals.make_config(kind, settings, dtype)
         self.model: PreTrainedModel = transformers_internals.empty_model(kind, config, dtype, device)
 
@@ -132,8 +125,6 @@ class MetaModel:
         stack_targets = transformers_internals.parameter_targets(self.model, stacks) if stacks else {}
         self.targets |= stack_targets
         tensors.stacks.update({name: stacks[name] for name in stack_targets})
-        stacked = {piece for name in stack_targets for piece in tensors.pieces(name)}
-        self.unexpected = tuple(name for name in unplaced if name not in stacked)
         self.needs = self._find_needs()
 
     def _find_needs(self) -> dict[str, UnitTensors]:
@@ -334,22 +325,6 @@ def _placeholder(parameter: nn.Parameter, device: str) -> nn.Parameter:
     return nn.Parameter(scalar.expand(parameter.shape), requires_grad=False)
 
 
-def _check_config_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse a config.json whose numbers of layers or sizes are too large for the checkpoint.
-
-    Making the model would take hours or all memory: each layer becomes modules, and rotary tables are computed.
-    """
-    parts = [part for part in (checkpoint.config, *checkpoint.config.values()) if isinstance(part, dict)]
-    for key, count in ((key, count) for part in parts for key, count in part.items() if isinstance(count, int)):
-        if key in _LAYERS and count > 2 * len(checkpoint.tensors) + 100:
-            raise SourceError(
-                f"config.json has {count} layers, the checkpoint only {len(checkpoint.tensors)} tensors",
-                OTHER_WEIGHTS,
-            )
-        if key.endswith(_AXES) and count > _LONGEST_AXIS:
-            raise SourceError(f"config.json has {key} {count}, more than {_LONGEST_AXIS:,}", OTHER_WEIGHTS)
-
-
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
@@ -390,7 +365,7 @@ class LazyTensors:
             names: names of the checkpoint's tensors or of `stacks`. Their shards must be on disk.
 
         Raises:
-            SourceError: a file cannot be read, or changed since its header was read.
+            SourceError: a file cannot be read.
         """
         files: dict[str, mmap.mmap] = {}
         tensors: dict[str, LazyTensor] = {}
@@ -398,7 +373,7 @@ class LazyTensors:
             readers = {piece: self._reader(piece, files) for piece in self.pieces(name)}
             if name in self.stacks:
                 stack = self.stacks[name]
-                tensors[name] = LazyTensor(stack.info, partial(stack.make, partial(_call, readers)))
+                tensors[name] = LazyTensor(stack.info, partial(stack.make, readers))
             else:
                 tensors[name] = LazyTensor(self.checkpoint.tensors[name], readers[name])
         return tensors
@@ -415,30 +390,14 @@ class LazyTensors:
             files[shard] = self._map_shard(shard)
         return partial(_plain, self.checkpoint.tensors[name], files[shard], offset)
 
-    def byte_ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
-        """Return offset and length in bytes of all stored tensors that these are made of, by shard."""
-        ranges: dict[str, list[tuple[int, int]]] = {}
+    def shards(self, names: Iterable[str]) -> set[str]:
+        """Return file names of the shards that hold all stored tensors that these are made of."""
+        shards: set[str] = set()
         for piece in (piece for name in names for piece in self.pieces(name)):
             weight = self.weights.get(piece)
-            for info in weight.parts if weight is not None else (self.checkpoint.tensors[piece],):
-                shard, offset = self.checkpoint.where[info.name]
-                ranges.setdefault(shard, []).append((offset, info.nbytes))
-        return ranges
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Ask the system to read these tensors in the background, as far as it can and their shards are on disk."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        for shard, ranges in self.byte_ranges(names).items():
-            try:
-                handle = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError:
-                continue  # it is not downloaded yet, or the reader will report the error
-            try:
-                for offset, nbytes in ranges:
-                    os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(handle)
+            stored = (self.checkpoint.tensors[piece],) if weight is None else weight.parts
+            shards.update(self.checkpoint.where[info.name].shard for info in stored)
+        return shards
 
     def release_pages(self) -> None:
         """Drop the pages of mapped files from this process's memory; the next access reads them again."""
@@ -449,8 +408,6 @@ class LazyTensors:
     def _map_shard(self, shard: str) -> mmap.mmap:
         try:
             with open_regular(self.path(shard), shard, CHANGED) as file:
-                if os.fstat(file.fileno()).st_size != self.checkpoint.shards[shard]:
-                    raise SourceError(f"{shard} has another size than when its header was read", CHANGED)
                 # Private pages, because torch warns of buffers that are not writable. Nothing writes to them.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
@@ -466,17 +423,24 @@ class LazyTensors:
 
         reader = Reader(self.checkpoint.where, self.path)
         for target, matrix in zip(out, matrices, strict=True):
-            low = 0
-            for bits in reader.rows(matrix, 1):
-                high = low + len(bits)
-                if matrix.decodes_transposed:
-                    part = np.empty(bits.shape, np.uint16)
-                    kernels.to_bfloat16(bits.view(np.float32), part)
-                    target[:, low:high] = part.T
-                else:
-                    kernels.to_bfloat16(bits.view(np.float32), target[low:high])
-                low = high
+            rows = (bits.view(np.float32) for bits in reader.rows(matrix, 1))
+            write_bfloat16(rows, target.T if matrix.decodes_transposed else target)
         return decoded
+
+
+def write_bfloat16(rows: Iterable[Floats], target: npt.NDArray[np.uint16]) -> None:
+    """Round rows of a matrix to bfloat16.
+
+    Args:
+        rows: float32 [n, in], which follow on one another.
+        target: the bits of the matrix [out, in], which are written.
+    """
+    low = 0
+    for values in rows:
+        rounded = np.empty(values.shape, np.uint16)
+        kernels.to_bfloat16(values, rounded)
+        target[low : low + len(rounded)] = rounded
+        low += len(rounded)
 
 
 class LazyTensor:
@@ -512,17 +476,9 @@ class LazyTensor:
 
 
 def _plain(info: TensorInfo, file: mmap.mmap, offset: int) -> torch.Tensor:
-    dtype = TORCH_DTYPES.get(info.dtype)
-    if dtype is None:
-        raise SourceError(
-            f"{info.name} is {info.dtype}, a dtype that models do not compute in", "start from another checkpoint"
-        )
+    dtype = TORCH_DTYPES[info.dtype]
     count = info.nbytes // dtype.itemsize
     return torch.frombuffer(file, dtype=dtype, count=count, offset=offset).reshape(info.shape)
-
-
-def _call(reads: Mapping[str, Callable[[], torch.Tensor]], name: str) -> torch.Tensor:
-    return reads[name]()
 
 
 class StackMember(NamedTuple):
@@ -552,15 +508,15 @@ class ExpertStack(NamedTuple):
     layout: StackedExperts
     members: tuple[StackMember, ...]
 
-    def make(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    def make(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> torch.Tensor:
         """Make the stacked tensor, of shape `info.shape`.
 
         Args:
-            read: returns the tensor [out, in] of a name. It is called for each of `members`; the first gives the dtype.
+            readers: what reads the tensor [out, in] of each of `members`, by name; the first gives the dtype.
         """
         stacked = None
         for member in self.members:
-            matrix = read(member.name)
+            matrix = readers[member.name]()
             if stacked is None:
                 stacked = torch.empty(self.info.shape, dtype=matrix.dtype)
             rows = stacked[member.expert].T if self.layout.transposed else stacked[member.expert]
@@ -578,7 +534,7 @@ def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> 
 
     Returns:
         Each complete stack under both names it may have: of a parameter, and of a module's weight. Stacks that lack a
-        projection, or whose projections have different shapes, are left out.
+        projection are left out.
     """
     stacks: dict[str, ExpertStack] = {}
     for experts in MODELS[architecture].experts if architecture in MODELS else ():
@@ -604,15 +560,14 @@ def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> 
 def _stack(
     name: str, layout: StackedExperts, members: list[StackMember], tensors: Mapping[str, TensorInfo]
 ) -> ExpertStack | None:
-    """The stack of these members; None if some are missing or have another shape."""
+    """The stack of these members; None if some are missing."""
     count = members[-1].expert + 1
-    shapes = {tensors[member.name].shape for member in members}
     complete = [(member.expert, member.part) for member in members] == [
         (expert, part) for expert in range(count) for part in range(len(layout.parts))
     ]
-    if not complete or len(shapes) != 1:
+    if not complete:
         return None
-    [(rows, cols)] = shapes
+    rows, cols = tensors[members[0].name].shape
     rows *= len(layout.parts)
     shape = (count, cols, rows) if layout.transposed else (count, rows, cols)
     return ExpertStack(TensorInfo(name, tensors[members[0].name].dtype, shape), layout, tuple(members))

@@ -4,22 +4,22 @@
     streamed.load("model.layers.0")
     streamed.free("model.layers.0")
 
-How far passes are is counted in tokens, weighted by the cost of layers:
+How far passes are is counted in tokens, of which one that is through half of the layers counts half:
 
-    progress = PassProgress(layer_costs(streamed, layers), tokens=16 * 512, advanced=advanced)
+    progress = PassProgress(streamed.layers, tokens=16 * 512, advanced=advanced)
     run_interleaved(passes, progress=progress.layer_done, ...)
 
 On CPUs without bfloat16 instructions torch takes eight times as long for bfloat16 as for float32, so matrices are
 multiplied in float32 and the products rounded. CPUs with the instructions also sum in float32 and round, so results are
 the same up to the order of sums. Threads are as many as there is work for:
 
-    with products_in_float32(), limited_threads(threads_for(streamed, tokens=512)):
+    with products_in_float32(), limited_threads(streamed, tokens=512):
         model(input_ids=ids, use_cache=False)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -63,7 +63,6 @@ class StreamedModel(MetaModel):
         layers: names of the decoder layers, layers of vision towers included, in the order they are computed: the units
             without embedding tables and the output head.
         order: names of the units in the order they are probably called: REST, embedding tables, the others.
-        next_unit: for each unit, the one that is probably called next; REST after the last.
 
     Raises:
         SourceError: transformers has no such model, or refuses its config.json.
@@ -89,8 +88,6 @@ class StreamedModel(MetaModel):
             unit for unit, module in self.units.items() if module is not head and not isinstance(module, nn.Embedding)
         ]
         self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
-        self.next_unit: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
-
         self.made_of: dict[str, tuple[str, ...]] = {}
         for tensor, target in self.targets.items():
             self.made_of[target] = (*self.made_of.get(target, ()), *tensors.pieces(tensor))
@@ -123,7 +120,7 @@ class StreamedModel(MetaModel):
         found = {}
         for unit in self.order:
             shards = {self.checkpoint.where[name].shard for name in self.scales.get(unit, ())}
-            found[unit] = sorted(shards.union(self.tensors.byte_ranges(self.needs[unit].tensors)))
+            found[unit] = sorted(shards | self.tensors.shards(self.needs[unit].tensors))
         return found
 
     def embed_in_pieces(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,10 +194,6 @@ class StreamedModel(MetaModel):
         """Drop the pages of mapped weights from memory, such as while another model computes."""
         self.tensors.release_pages()
 
-    def prefetch(self, unit: str) -> None:
-        """Ask the system to read the weights of a unit in the background."""
-        self.tensors.prefetch(self.needs[unit].tensors)
-
     @contextmanager
     def resident(self) -> Iterator[PreTrainedModel]:
         """Load all weights inside this context, in which the model is one like any other; for `generate`.
@@ -223,45 +216,22 @@ class StreamedModel(MetaModel):
 Advanced = Callable[[int, int], None]
 
 
-def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]:
-    """Estimate the multiplications of each layer for a token: its weights, and of experts those that a token goes to.
-
-    Args:
-        model: the model.
-        layers: names of its units.
-
-    Returns:
-        For each, the number of weights that a token is multiplied with.
-    """
-    config = model.model.config.get_text_config()
-    routed = next((count for name in ("num_experts_per_tok", "moe_topk") if (count := getattr(config, name, None))), 1)
-    experts_per_token = routed if isinstance(routed, int) else 1
-
-    def count_products(weight: Tensor) -> float:
-        # Stacked experts have three axes.
-        if weight.ndim < 3:
-            return float(weight.numel())
-        return float(weight[0].numel() * min(experts_per_token, len(weight)))
-
-    return {layer: sum(map(count_products, model.units[layer].parameters())) for layer in layers}
-
-
 class PassProgress:
-    """Counts the tokens of forward passes. A token that is through layers of half the cost counts half.
+    """Counts the tokens of forward passes. A token that is through half of the layers counts half.
 
     Args:
-        costs: relative cost of each layer, in the order they are computed.
+        layers: names of the layers, in the order they are computed.
         tokens: the number of tokens of all texts, in all models.
         advanced: called whenever a batch is through a layer; None for no call.
         more: the number of tokens that are computed before or after, such as those of answers to prompts.
     """
 
-    def __init__(self, costs: Mapping[str, float], tokens: int, advanced: Advanced | None, more: int = 0) -> None:
-        self._left = dict(costs)
+    def __init__(self, layers: Sequence[str], tokens: int, advanced: Advanced | None, more: int = 0) -> None:
+        self._left = list(layers)
+        # The number of layers that text goes through; 0 before the first one.
+        self._layers = 0
         self._tokens = tokens
         self._more = more
-        # Cost of the layers that are done, and of all that text goes through; what is done of the others.
-        self._cost = self._total = 0.0
         self._more_done = 0
         self._advanced = advanced
 
@@ -273,35 +243,31 @@ class PassProgress:
             done: how many batches are through it.
             batches: the number of batches.
         """
-        cost = self._left.get(unit, 0.0)
-        if not cost:
-            # An embedding table, or a layer that an earlier run computed.
-            self._report(0.0)
-            return
-        if not self._total:
-            # Layers of vision towers come before the first one that text goes through.
-            names = list(self._left)
-            self._left = {name: self._left[name] for name in names[names.index(unit) :]}
-            self._total = sum(self._left.values())
-
-        if done == batches:
-            self._cost += self._left.pop(unit)
-            self._report(0.0)
-        else:
-            self._report(cost * done / batches)
+        part = 0.0
+        # Others are embedding tables, and layers that an earlier run computed.
+        if unit in self._left:
+            if not self._layers:
+                # Layers of vision towers come before the first one that text goes through.
+                self._left = self._left[self._left.index(unit) :]
+                self._layers = len(self._left)
+            if done == batches:
+                self._left.remove(unit)
+            else:
+                part = done / batches
+        self._report(part)
 
     def more_done(self, tokens: int) -> None:
         """Note that so many of the tokens before or after the layers are computed."""
         self._more_done += tokens
         self._report(0.0)
 
-    def _report(self, of_layer: float) -> None:
-        """Say how far the passes are; of_layer: cost of what is done of a layer that is not."""
+    def _report(self, part: float) -> None:
+        """Say how far the passes are; part: the share that is done of a layer that is not."""
         if self._advanced is None:
             return
-        share = (self._cost + of_layer) / self._total if self._total else 0.0
+        done = self._layers - len(self._left) + part if self._layers else 0.0
         total = self._tokens + self._more
-        self._advanced(min(int(self._tokens * share) + self._more_done, total), total)
+        self._advanced(min(int(self._tokens * done / max(1, self._layers)) + self._more_done, total), total)
 
 
 # Weights that are converted to float32 at once: 2 MB. That is small beside a large layer, and little enough for malloc
@@ -403,26 +369,19 @@ _PRODUCTS: Mapping[Callable[..., Any], Callable[..., torch.Tensor]] = {
 LEAST_PRODUCTS = 1 << 29
 
 
-def threads_for(model: StreamedModel, tokens: int) -> int:
-    """Return how many threads are fastest for a model.
+@contextmanager
+def limited_threads(model: StreamedModel, tokens: int) -> Iterator[None]:
+    """Let torch use as many threads inside this context as are fastest for a model.
 
     Args:
         model: the model.
-        tokens: tokens of each text.
-
-    Returns:
-        1 if its layers are small; else torch's number of threads, at most the CPUs that this process may use.
+        tokens: tokens of each text. With small layers it is one thread; else torch's number, at most the CPUs that this
+            process may use.
     """
     layers = [model.units[unit] for unit in model.layers]
     largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
-    return 1 if largest * tokens < LEAST_PRODUCTS else min(torch.get_num_threads(), available_cpus())
-
-
-@contextmanager
-def limited_threads(count: int) -> Iterator[None]:
-    """Let torch use `count` threads, 1 or more, inside this context."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(1 if largest * tokens < LEAST_PRODUCTS else min(before, available_cpus()))
     try:
         yield
     finally:

@@ -93,10 +93,7 @@ class OffloadFile:
         with self._explain_errors("read"):
             done = 0
             while done < len(into):
-                count = os.preadv(self._file.fileno(), [into[done:]], offset + done)
-                if count == 0:
-                    raise OSError(f"the scratch file ends at {offset + done}")
-                done += count
+                done += os.preadv(self._file.fileno(), [into[done:]], offset + done)
         self._free.setdefault(len(into), []).append(offset)
 
     def clear(self) -> None:
@@ -143,7 +140,7 @@ class OffloadedTensors:
             size = storage.nbytes()
             # Another pass of the batch has offloaded a tensor that both refer to, such as the token ids.
             if size:
-                self._offloaded.append((storage, size, scratch.write(_bytes(storage.cpu()))))
+                self._offloaded.append((storage, size, scratch.write(view_bytes(storage.cpu()))))
                 storage.resize_(0)
 
     def restore(self, scratch: OffloadFile) -> None:
@@ -159,11 +156,11 @@ class OffloadedTensors:
             storage, size, offset = self._offloaded.pop()
             storage.resize_(size)
             if storage.device.type == "cpu":
-                scratch.read(_bytes(storage), offset)
+                scratch.read(view_bytes(storage), offset)
             else:
                 make: Any = torch.UntypedStorage
                 data = make(size)
-                scratch.read(_bytes(data), offset)
+                scratch.read(view_bytes(data), offset)
                 storage.copy_(data)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
@@ -238,9 +235,16 @@ class HiddenStateStore:
                 suspended.offloaded.restore(self._scratch)
 
 
-def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage, not through numpy: torch does not resize a storage that numpy has seen."""
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+def view_bytes(values: torch.UntypedStorage | torch.Tensor) -> memoryview:
+    """Return the bytes of a storage or a contiguous tensor on the CPU.
+
+    Not through numpy: torch does not resize a storage that numpy has seen.
+    """
+    nbytes = values.nbytes if isinstance(values, torch.Tensor) else values.nbytes()
+    array: Any = (ctypes.c_char * nbytes).from_address(values.data_ptr())
+    # The view keeps the array, and so the memory.
+    array.owner = values
+    return memoryview(array).cast("B")
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

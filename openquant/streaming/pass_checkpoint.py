@@ -18,14 +18,9 @@ one that such a run has written.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import os
-import stat
-import tempfile
 import time
-import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +32,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import OutputError, SourceError
+from ..errors import SourceError
 from ..files.destination import write_pieces
 from ..files.model_files import open_regular
 
@@ -71,7 +66,6 @@ class PassCheckpoint:
 
     Raises:
         SourceError: the file is damaged, or was saved with another `about`.
-        OutputError: another process uses it.
     """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
@@ -91,43 +85,14 @@ class PassCheckpoint:
         # Whether all that goes from unit to unit can be saved, and each unit is called once.
         self._supported = True
 
-        for name in (path, self._new_path):
-            if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
-                raise SourceError(f"{name} is not a regular file", _AGAIN)
-        self._release_lock = self._take_lock()
         if os.path.lexists(path):
             self._read()
-
-    def _take_lock(self) -> Callable[[], object]:
-        """Refuse a file that another process uses. Returns what gives it free, as the end of this object does."""
-        # Not beside the file, where a killed run would leave it.
-        name = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()
-        path = Path(tempfile.gettempdir(), f"openquant-{name[:16]}.lock")
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError:
-            # Another user's, or nothing can be written.
-            return lambda: None
-
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            # Others say that this file system has no locks.
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return lambda: None
-            raise OutputError(
-                f"another run is using {self.path}", "wait until it has ended, or give another place"
-            ) from None
-        return weakref.finalize(self, _release, handle, path)
 
     def _read(self) -> None:
         """Read all but the arguments of the passes, once the digest is found to be right."""
         with self._open() as file:
-            if not _has_valid_digest(file):
-                raise SourceError(f"{self.path} cannot be continued: it is damaged or incomplete", _AGAIN)
-            if file.read(len(_KIND)) != _KIND:
-                raise SourceError(f"{self.path} cannot be continued: another version of openquant has saved it", _AGAIN)
+            if not _has_valid_digest(file) or file.read(len(_KIND)) != _KIND:
+                raise SourceError(f"{self.path} cannot be continued: it is damaged, or of another version", _AGAIN)
 
             state = load(_read_part(file))
             self._calls_start = file.tell()
@@ -152,23 +117,16 @@ class PassCheckpoint:
         """Names of the units that are computed, embedding tables left out."""
         return frozenset(self._outputs)
 
-    def enter_unit(self, unit: str, is_embedding: bool = False) -> bool:
-        """Note that passes reach a unit.
+    def enter_unit(self, unit: str, is_embedding: bool) -> bool:
+        """Note that passes reach a unit, and return whether an earlier run computed it, so that it is skipped.
 
         Args:
             unit: its name.
             is_embedding: whether it is an embedding table, which is always computed again.
-
-        Returns:
-            Whether an earlier run computed the unit, so that it is skipped.
         """
         self._supported = self._supported and unit not in self._entered
         self._entered.add(unit)
         return self._unit not in ("", unit) and not is_embedding
-
-    def refuse_units(self) -> None:
-        """Note that passes wait for different units: they are not saved from then on."""
-        self._supported = False
 
     def zero_output(self, unit: str, number: int, device: str) -> Any:
         """Return what a computed unit returns, with zeros in its tensors, on a device such as "cpu".
@@ -269,14 +227,6 @@ class PassCheckpoint:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._new_path.unlink(missing_ok=True)
-        self._release_lock()
-
-
-def _release(handle: int, path: Path) -> None:
-    """Give a lock back and delete its file."""
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-    os.close(handle)
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
@@ -61,38 +61,12 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint, like: Tokenizer | Non
     return load_tokenizer(source.root, source.repo or source.name, like)
 
 
-def config_levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a parsed config.json and, of a multimodal model, its `text_config`: a key may be in either."""
-    text_config = config.get("text_config")
-    return [config, text_config] if isinstance(text_config, dict) else [config]
-
-
-def vocabulary_of(checkpoint: Checkpoint) -> int | None:
-    """Return the vocabulary size in config.json, in tokens; None if it has none."""
-    sizes = (config.get("vocab_size") for config in config_levels(checkpoint.config))
-    return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
-    """Return the bytes of bfloat16 hidden states and embeddings of so many tokens; 0 if config.json has no size.
-
-    Embeddings count, because some models use them again in later layers. Some have several residual streams (DeepSeek
-    V4, Gemma 3n).
-    """
-    levels = config_levels(checkpoint.config)
-    sizes = (config.get("hidden_size") for config in levels)
-    counts = (config.get(key) for config in levels for key in ("hc_mult", "altup_num_inputs"))
-    streams = next((count for count in counts if isinstance(count, int)), 1)
-    return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * (1 + streams)
-
-
-def checked_progress(ranks: Ranks, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+def checked_progress(ranks: Ranks, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
     """Return a function that reports progress, and raises what has ended another rank."""
 
     def report(done: int, total: int) -> None:
         ranks.check()
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
 
     return report
 

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from inspect import signature
 from typing import Any
 
@@ -26,33 +26,25 @@ FAILING = {
 }
 
 
-def require_tested(installed: str | None) -> None:
-    """Refuse a version of transformers that this module was not tested with.
+RELEASE = version("transformers")
 
-    Args:
-        installed: the version, such as "5.20.1"; None if transformers is not installed.
+
+def require_tested(installed: str) -> None:
+    """Refuse a version of transformers that this module was not tested with, such as "6.0.0".
 
     Raises:
-        UsageError: it is too old, too new or missing.
+        UsageError: it is too old or too new.
     """
     oldest, newest = (tuple(map(int, release.split("."))) for release in TESTED)
-    numbers = re.match(r"(\d+)\.(\d+)", installed or "")
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
     if numbers is None or not oldest <= tuple(map(int, numbers.groups())) <= newest:
         raise UsageError(
-            f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; "
-            + (f"{installed} is installed" if installed else "it is not installed"),
+            f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; {installed} is installed",
             f'pip install "transformers>={TESTED[0]},<{newest[0]}.{newest[1] + 1}"',
         )
 
 
-def _find_release() -> str | None:
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        return None
-
-
-require_tested(_find_release())
+require_tested(RELEASE)
 
 import torch  # noqa: E402  (the check comes first)
 from torch import nn  # noqa: E402
@@ -93,8 +85,6 @@ _STACK_ATTRIBUTES = {
     "Step3p7Experts": {"is_concatenated": True, "is_transposed": False, "has_gate": True},
 }
 OTHER_WEIGHTS = "config.json or this shard belongs to other weights: download the checkpoint again"
-# Most bytes of buffers that are computed when a model is made, such as rotary frequencies.
-_MAX_BUFFER_BYTES = 1 << 30
 
 
 @contextmanager
@@ -123,8 +113,7 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
         model_type: its `model_type`.
 
     Raises:
-        SourceError: transformers has no such language model, one that fails in this release, or one that cannot be
-            imported.
+        SourceError: transformers has no such language model, or one that fails in this release.
     """
     mappings = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -138,25 +127,19 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
     name = architecture if architecture in names else next(same_letters, None)
     if name is None:
         raise SourceError(
-            f"transformers {_find_release()} has no language model {architecture} (model_type {model_type!r})",
+            f"transformers {RELEASE} has no language model {architecture} (model_type {model_type!r})",
             "if the class was only renamed, put its old name into config.json; a newer transformers may have it",
         )
-    release = ".".join((_find_release() or "").split(".")[:2])
+    release = ".".join(RELEASE.split(".")[:2])
     if (name, release) in FAILING:
         raise SourceError(
-            f"{name} of transformers {_find_release()} cannot be run: {FAILING[name, release]}",
+            f"{name} of transformers {RELEASE} cannot be run: {FAILING[name, release]}",
             f'pip install "transformers>={TESTED[0]},<{release}"',
         )
     import transformers
 
     with quiet_transformers():
-        try:
-            kind = getattr(transformers, name)
-        except (ImportError, RuntimeError) as error:
-            raise SourceError(f"{name} cannot be imported: {_first_line(error)}", "install what it needs") from error
-    # transformers has a placeholder in place of a class whose dependencies are missing.
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise SourceError(f"{name} of transformers {_find_release()} is not a model here", "install what it needs")
+        kind: type[PreTrainedModel] = getattr(transformers, name)
     return kind
 
 
@@ -192,13 +175,8 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
             )
         plain = inner[0]
 
-    try:
-        with quiet_transformers():
-            config_object = config_class.from_dict(plain)
-    except Exception as error:
-        raise SourceError(
-            f"transformers {_find_release()} refuses config.json: {_first_line(error)}", "download or copy it again"
-        ) from error
+    with _explain_errors("refuses config.json", "download or copy it again"):
+        config_object = config_class.from_dict(plain)
 
     for part in (config_object, *(getattr(config_object, name) for name in config_object.sub_configs)):
         if part is not None:
@@ -231,32 +209,26 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
     Raises:
         SourceError: transformers cannot make it.
     """
-    try:
-        with quiet_transformers(), ExitStack() as stack:
+    with _explain_errors(
+        f"cannot make {kind.__name__} of this config.json",
+        "download or copy it again; if it is sound, another version of transformers may know it",
+    ):
+        with ExitStack() as stack:
             for context in kind.get_init_context(dtype, False, False, None):
                 stack.enter_context(context)
             model: Any = kind(config)
 
-        with quiet_transformers():
-            needed = sum(buffer.nbytes for _, buffer in model.named_buffers())
-            if needed > _MAX_BUFFER_BYTES:
-                raise ValueError(f"its buffers are {needed:,} bytes")
-            model.tie_weights()
+        model.tie_weights()
 
-            # Only buffers that no checkpoint stores are computed then.
-            for parameter in model.parameters():
-                parameter._is_hf_initialized = True
-            model._move_missing_keys_from_meta_to_device(stored_buffers(model), {"": device}, None, None)
-            model._initialize_missing_keys(False)
-            # Models read the dtype of weights that are not loaded yet. Some weights stay in float32.
-            for part, part_dtype in model._get_dtype_plan(dtype).items():
-                for name, parameter in model.named_parameters():
-                    parameter.data = parameter.data.to(part_dtype) if part in name else parameter.data
-    except Exception as error:
-        raise SourceError(
-            f"transformers {_find_release()} cannot make {kind.__name__} of this config.json: {_first_line(error)}",
-            "download or copy it again; if it is sound, another version of transformers may know it",
-        ) from error
+        # Only buffers that no checkpoint stores are computed then.
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True
+        model._move_missing_keys_from_meta_to_device(stored_buffers(model), {"": device}, None, None)
+        model._initialize_missing_keys(False)
+        # Models read the dtype of weights that are not loaded yet. Some weights stay in float32.
+        for part, part_dtype in model._get_dtype_plan(dtype).items():
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data.to(part_dtype) if part in name else parameter.data
     for module in model.modules():
         module.__dict__.update(_STACK_ATTRIBUTES.get(type(module).__name__, {}))
     frozen: PreTrainedModel = model.eval().requires_grad_(False)
@@ -372,6 +344,16 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torc
     for name, text in sorted(info.conversion_errors.items()):
         last_line = (text.strip() or "unknown").splitlines()[-1].strip()
         raise SourceError(f"{name} cannot be made of the checkpoint's tensors: {last_line[:300]}", OTHER_WEIGHTS)
+
+
+@contextmanager
+def _explain_errors(what: str, hint: str) -> Iterator[None]:
+    """Raise what transformers raises meanwhile as a SourceError that says what it cannot do."""
+    try:
+        with quiet_transformers():
+            yield
+    except Exception as error:
+        raise SourceError(f"transformers {RELEASE} {what}: {_first_line(error)}", hint) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -275,28 +275,6 @@ def test_options_that_exclude_each_other_are_refused(
             assert not (tmp_path / "out").exists()
 
 
-def test_sources_that_cannot_be_calibrated_are_refused(tmp_path: Path) -> None:
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"stream": True}, "is a local directory, nothing of it can be streamed$"),
-        ({"samples": 0}, "^0 samples$"),
-        ({"out": "/proc/x"}, "^/proc/x"),
-    ]
-    for options, message in rows:
-        with pytest.raises(OpenQuantError, match=message):
-            calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
-    assert not (tmp_path / "x").exists()
-
-
-def test_choosing_scales_reports_progress(calibration: Path, tmp_path: Path) -> None:
-    reporter = Recording()
-    compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=reporter)
-    # Two norms, values and up in each of four layers.
-    assert reporter.notes == ["planned", "SmoothQuant 0.5: choosing scales for 16 smoothing mappings", "planned"]
-    done, total = zip(*reporter.steps, strict=True)
-    assert (len(done), [*done]) == (16, sorted({*done}))
-    assert {*total} == {done[-1]}
-
-
 def other_byte(source: Path) -> None:
     """Change the lowest bit of one weight, and leave size and time of modification as they were."""
     shard = next(source.glob("*.safetensors"))
@@ -362,17 +340,3 @@ def test_inputs_of_another_width_are_refused(calibration: Path, tmp_path: Path) 
             compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **each)
         assert re.fullmatch(said, caught.value.message), each
         assert not (tmp_path / "out").exists()
-
-
-def test_magnitudes_beyond_float32_are_a_two_line_error(
-    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
-    Path("x").write_bytes(seen.to_bytes())
-    words = ["compress", "-m", str(EXAMPLE), "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x"]
-    assert main(words) == 2
-    assert capsys.readouterr().err == (
-        "error: x: magnitudes of keys or values of layer 0 are negative or not finite\n"
-        "hint: make it again: openquant calibrate MODEL -o FILE\n"
-    )

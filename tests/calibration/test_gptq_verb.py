@@ -220,10 +220,8 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"no_search": True, "gptq": True, **SMALL}
-    reporter = Told()
-    compress(experts, tmp_path / "whole", "int4", reporter=reporter, **options)
-    assert reporter.notes[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
-    monkeypatch.setattr("openquant.calibration.run.BUDGET", 10 << 20)
+    compress(experts, tmp_path / "whole", "int4", **options)
+    monkeypatch.setattr("openquant.streaming.session.BUDGET", 10 << 20)
     write = LayerStore.write
 
     def ended(folder: LayerStore, number: int, *more: Any) -> Any:

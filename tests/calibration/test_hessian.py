@@ -125,7 +125,7 @@ def test_each_expert_has_the_hessian_of_its_tokens(shelf: Shelf, subtests: pytes
                         assert hessian.tokens == len(inputs)
                         counted += bool(len(inputs))
                         if hessian.waiting:
-                            hessian.add_waiting()
+                            hessian.add_waiting_rows()
                         if hessian.upper is not None:
                             off = hessian.upper.double() - (inputs.T @ inputs).triu()
                             # Rounded to bfloat16 after sums in another order.

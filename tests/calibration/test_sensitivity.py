@@ -181,7 +181,7 @@ class Stopped(Exception):
 @pytest.mark.parametrize("steps", [2, 6])
 def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """It stops while tokens are weighed, one document at a time, or while layers are rounded."""
-    monkeypatch.setattr("openquant.calibration.run.BUDGET", 0)
+    monkeypatch.setattr("openquant.streaming.session.BUDGET", 0)
 
     def stop(done: int, total: int) -> None:
         del done, total
@@ -199,23 +199,6 @@ def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.M
     assert going_on.notes[0].endswith("; an earlier run is continued")
     # The second document was not kept yet.
     assert going_on.steps[0] == ((128, 256) if steps == 2 else stopped.steps[4])
-    assert shards(tmp_path / "out") == shards(made)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_run_whose_layers_are_rounded_weighs_nothing(made: Path, tmp_path: Path) -> None:
-    class Converting(Told):
-        def on_start(self, total: int, done: int) -> None:
-            del total, done
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        compress(EXAMPLE, tmp_path / "out", "int4", reporter=Converting(), **SMALL)
-    for path in (tmp_path / "out.rounded").glob("*.tokens*"):
-        path.unlink()
-    going_on = Told()
-    compress(EXAMPLE, tmp_path / "out", "int4", reporter=going_on, **SMALL)
-    assert not [note for note in going_on.notes if note.startswith("weighing")]
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

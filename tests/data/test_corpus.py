@@ -75,8 +75,6 @@ def test_domains_are_balanced_and_told_apart(tmp_path: Path, tokenizer: Tokenize
     texts = [write(tmp_path / "a.txt", 9_000), write(tmp_path / "b" / "a.txt", 900, 9_000), write(tmp_path / "c", 900)]
     corpus = read_corpus(Texts(text=texts, samples=7, length=32), tokenizer)
     assert corpus.domains == {str(texts[0]): 3, str(texts[1]): 2, str(texts[2]): 2}
-    with pytest.raises(OpenQuantError, match="^a text is given twice$"):
-        read_corpus(Texts(text=[texts[0], texts[0]], samples=4), tokenizer)
 
 
 def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -86,21 +84,12 @@ def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) ->
     assert corpus.notes == (f"a.txt has {len(corpus.documents)} documents of 16 tokens for evaluation, not 32",)
 
 
-@pytest.mark.parametrize(
-    ("content", "length", "message", "hint"),
-    [
-        ("word " * 60, 512, "a.txt has 30 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512", "give a longer text, or --length 30 or less"),
-        ("\n", 512, "a.txt has 0 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512", "give a longer text"),
-    ],
-)  # fmt: skip
-def test_a_text_shorter_than_the_length(
-    tmp_path: Path, tokenizer: Tokenizer, content: str, length: int, message: str, hint: str
-) -> None:
-    (tmp_path / "a.txt").write_text(content)
+def test_a_text_shorter_than_the_length(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("word " * 60)
     with pytest.raises(OpenQuantError) as caught:
-        read_corpus(Texts(text=[tmp_path / "a.txt"], length=length), tokenizer)
-    assert re.sub(r"\d+ tokens", "30 tokens", caught.value.message) == re.sub(r"\d+ tokens", "30 tokens", message)
-    assert re.sub(r"\d+", "30", caught.value.hint) == hint
+        read_corpus(Texts(text=[tmp_path / "a.txt"], length=512), tokenizer)
+    assert re.fullmatch(r"a\.txt has (\d+) tokens in one piece for .*, fewer than --length 512", caught.value.message)
+    assert re.fullmatch(r"give a longer text, or --length \d+ or less", caught.value.hint)
 
 
 def test_what_a_tokenizer_sets_before_a_text_begins_every_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -111,14 +100,6 @@ def test_what_a_tokenizer_sets_before_a_text_begins_every_document(tmp_path: Pat
     assert all(tokenizer.decode(document.ids[2:]) in text.read_text() for document in corpus.documents)
     with pytest.raises(OpenQuantError, match="^samples of 2 tokens have no room for text$"):
         read_corpus(Texts(text=[text], length=2), replace(tokenizer, prefix=(7, 8)))
-
-
-def test_tokens_that_the_model_does_not_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    options = Texts(text=[write(tmp_path / "a.txt", 900)], length=32)
-    highest = max(max(document.ids) for document in read_corpus(options, tokenizer).documents)
-    read_corpus(options, tokenizer, vocabulary=highest + 1)
-    with pytest.raises(OpenQuantError, match=f"^the tokenizer of .* gives token {highest}, the model has {highest}$"):
-        read_corpus(options, tokenizer, vocabulary=highest)
 
 
 @pytest.fixture
@@ -160,13 +141,6 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path, chatty: Token
     with pytest.raises(OpenQuantError) as caught:
         read_corpus(Texts(text=[path]), refusing)
     assert caught.value.message == f"the model's chat template fails for {path} line 2: 'no users'"
-
-
-def test_halves_of_surrogate_pairs_are_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = chats(tmp_path / "a.jsonl", [{"text": "ok"}, {"text": "\ud83d alone"}, {"text": "ok"}, {"text": "ok"}])
-    with pytest.raises(OpenQuantError) as caught:
-        read_corpus(Texts(text=[path], length=4), tokenizer)
-    assert caught.value.message == f"{path} line 2 holds half of a surrogate pair, which is no text"
 
 
 def test_without_a_text_they_are_our_own_and_it_says_so(tokenizer: Tokenizer) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +83,14 @@ def test_a_broken_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> No
         (b"{", "a.jsonl line 3 is not valid JSON: Expecting property name"),
         (b"[1]", "a.jsonl line 3 is [1], not an object"),
         (b'{"prompt": "x"}', "a.jsonl line 3 has neither `text` nor `messages`, only 'prompt'"),
-        (b'{"messages": "x"}', "a.jsonl line 3 has `messages` that are 'x', not a list of objects"),
-        (b'{"messages": ["x"]}', "a.jsonl line 3 has `messages` that hold 'x', not an object"),
-        (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that hold one without a `role`"),
+        (b'{"messages": "x"}', "a.jsonl line 3 has `messages` that are 'x', not those of a chat"),
+        (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that are [{'content': 'x'}], not those"),
         (b'{"text": "\xff"}', "a.jsonl line 3 is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
-        (b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "a.jsonl line 3 is nested more than 64 levels deep"),
     ]:
         with subtests.test(line=line, message=message):
             path = tmp_path / "a.jsonl"
             path.write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n\n' + line + b"\n")
             assert refusal(path).startswith(message)
-
-
-def test_a_line_is_read_only_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domains, "MAX_LINE", 300_000)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": ""}\n{"text": "' + b"x" * 600_000 + b'"}\n')
-    assert refusal(path) == "a.jsonl line 2 is longer than 300,000 bytes"
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:
@@ -187,14 +176,4 @@ def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None
         open_dataset(f"{dataset}::test", 2)
     assert (
         str(caught.value) == f"dataset {dataset}::test row 0 has neither `text` nor `messages`, only 'question, answer'"
-    )
-
-
-def test_datasets_is_an_extra(tmp_path: Path) -> None:
-    (tmp_path / "datasets.py").write_text("__version__ = '3.6.0'")
-    script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == (
-        "openquant.errors.UsageError: --dataset needs datasets 4 or newer; 3.6.0 is installed"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE
-from openquant.data import domains as module
 from openquant.data.domains import BUILT_IN, read_prompts
 from openquant.data.tokenizer import Tokenizer, load_tokenizer
 from openquant.errors import SourceError
@@ -78,13 +76,11 @@ def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, subtests
     for content, message in [
         ("\n\n", "FILE has no prompts"),
         ('\n{"prompt": "x"\n', "FILE line 2 is not valid JSON: "),
-        ('"x"', "FILE line 1 is 'x', not an object"),
-        ('{"question": "x"}', "FILE line 1 has none of `prompt`, `messages` and `text`, only 'question'"),
-        ('{"prompt": 1}', "FILE line 1 has none of `prompt`, `messages` and `text`, only 'prompt'"),
-        ('{"messages": [1]}', "FILE line 1 has `messages` that hold 1, not an object"),
-        ('{"prompt": "\\ud800"}', "FILE line 1 is not UTF-8"),
+        ('{"question": "x"}', "FILE line 1 has neither `text` nor `messages`, only 'question'"),
+        ('{"prompt": 1}', "FILE line 1 has neither `text` nor `messages`, only 'prompt'"),
+        ('{"messages": [1]}', "FILE line 1 has `messages` that are [1], not those of a chat"),
+        ('{"prompt": "\\ud800"}', "the tokenizer of "),
         ('{"text": "' + "x" * 100_000 + '"}', "FILE line 1 has "),
-        ('{"text": "x"}\n' * 257, "FILE has more than 256 prompts"),
     ]:
         with subtests.test(message):
             path = written(tmp_path / "prompts.jsonl", content)
@@ -93,20 +89,9 @@ def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, subtests
             assert caught.value.message.replace(str(path), "FILE").startswith(message)
 
 
-def test_files_that_are_none(tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SourceError, match="pipe is not a regular file$"):
-        read_prompts(tmp_path / "pipe", plain)
+def test_files_that_are_none(tmp_path: Path, plain: Tokenizer) -> None:
     with pytest.raises(SourceError, match=r"nothing cannot be read: No such file or directory$"):
         read_prompts(tmp_path / "nothing", plain)
     (tmp_path / "latin.txt").write_bytes(b"fine\nGr\xf6\xdfe")
-    with pytest.raises(SourceError, match=r"latin\.txt line 2 is not UTF-8$"):
+    with pytest.raises(SourceError, match=r"latin\.txt is not UTF-8: invalid start byte at byte 7$"):
         read_prompts(tmp_path / "latin.txt", plain)
-    monkeypatch.setattr(module, "_MAX_FILE", 3)
-    with pytest.raises(SourceError, match=r"latin\.txt is larger than 3 bytes$"):
-        read_prompts(tmp_path / "latin.txt", plain)
-
-
-def test_tokens_that_the_model_does_not_have(plain: Tokenizer) -> None:
-    with pytest.raises(SourceError, match=r"^the tokenizer of .*tiny-qwen3 gives token \d+, the model has 100$"):
-        read_prompts(None, plain, vocabulary=100)

@@ -66,47 +66,35 @@ def test_an_example_of_big_bench_is_asked_as_it_defines_it(tmp_path: Path) -> No
 LINE = {"question": "Why?", "choices": ["a", "b"], "answer": 0}
 
 
-def test_errors_name_the_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for line, says in [
-        (b"[1]", "t.jsonl line 2 is [1], not a JSON object"),
-        (b"{", "t.jsonl line 2 is not valid JSON: "),
-        (b"[" * 100 + b"]" * 100, "t.jsonl line 2 is nested more than 64 levels deep"),
-        ({**LINE, "question": 3}, "t.jsonl line 2: question is 3, not a text"),
-        ({**LINE, "choices": ["a"]}, "t.jsonl line 2: choices is ['a'], not a list of texts"),
-        ({**LINE, "choices": ["a", 7]}, "t.jsonl line 2: a choice is 7, not a text"),
-        ({**LINE, "answer": 2}, "t.jsonl line 2: answer is 2, neither a choice nor the index of one"),
-        ({**LINE, "answer": "c"}, "t.jsonl line 2: answer is 'c', neither a choice nor the index of one"),
-    ]:
-        with subtests.test(says):
-            file = tmp_path / "t.jsonl"
-            file.write_bytes(
-                json.dumps(LINE).encode() + b"\n" + (line if isinstance(line, bytes) else json.dumps(line).encode())
-            )
-            with pytest.raises(SourceError) as caught:
-                read_questions(file, None)
-            assert str(caught.value).startswith(says)
-            assert caught.value.hint
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"question": 3},
+        {"choices": ["a"]},
+        {"choices": ["a", 7]},
+        {"choices": ["a", "a"]},
+        {"answer": 2},
+        {"answer": "c"},
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, changed: dict[str, Any]) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(f"{json.dumps(LINE)}\n{json.dumps(LINE | changed)}")
+    with pytest.raises(SourceError, match=r"^t\.jsonl line 2 is \{.*\}, not a question with choices and an answer$"):
+        read_questions(file, None)
 
 
 EXAMPLE = {"input": "Why?", "target_scores": {"a": 1, "b": 0}}
 
 
 def test_errors_name_the_example(tmp_path: Path) -> None:
-    def one(**changed: Any) -> dict[str, Any]:
-        return {"examples": [{**EXAMPLE, **changed}]}
-
     file = tmp_path / "t.json"
     for task, says in (
         ([], "t.json has no list of examples"),
         ({"examples": [{"input": "Why?", "target": "a"}]}, "t.json has no example with target_scores: "),
-        ({"examples": [EXAMPLE, 3]}, "t.json example 2 is 3, not a JSON object"),
-        (one(input=None), "t.json example 1: input is None, not a text"),
-        (one(target_scores={"a": 1}), "t.json example 1: target_scores is {'a': 1}, not choices with scores"),
-        (
-            one(target_scores={"a": 1, "b": "0"}),
-            "t.json example 1: the score of 'b' is '0', not a number from 0 to 1",
-        ),
-        (one() | {"choice_prefix": 1}, "t.json: choice_prefix is 1, not a text"),
+        ({"examples": [EXAMPLE, EXAMPLE | {"input": None}]}, "t.json example 2 is {'input': None, "),
+        ({"examples": [EXAMPLE | {"target_scores": {"a": 1}}]}, "t.json example 1 is "),
+        ({"examples": [EXAMPLE | {"target_scores": {"a": 1, "b": "0"}}]}, "t.json example 1 is "),
     ):
         file.write_text(json.dumps(task))
         with pytest.raises(SourceError) as caught:

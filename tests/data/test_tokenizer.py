@@ -16,7 +16,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import EXAMPLE, change_json
-from openquant.data import tokenizer as module
 from openquant.data.tokenizer import PROBE, load_tokenizer
 from openquant.errors import SourceError
 
@@ -95,12 +94,42 @@ def test_the_template_is_found_wherever_it_is(model: Path, tmp_path: Path, subte
                 (copy / "chat_template.json").write_text(json.dumps({"chat_template": template}))
             found = load_tokenizer(copy)
             assert found.template == template
-    assert found.render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+    assert found.render_chat(CHAT, "a") == "Hi<|endoftext|>"
 
 
 def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:
     with pytest.raises(SourceError, match=r"model has no chat template, which chats\.jsonl line 1 needs$"):
-        load_tokenizer(model).render_chats([CHAT], ["chats.jsonl line 1"])
+        load_tokenizer(model).render_chat(CHAT, "chats.jsonl line 1")
+
+
+CHATML = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}{{ eos_token }}{% if tools is none %}{{ messages | tojson }}{% endif %}"""
+
+
+def test_templates_render_as_in_transformers_on_the_same_day_always() -> None:
+    tokenizer = replace(load_tokenizer(EXAMPLE), template=CHATML)
+    chat = [{"role": "system", "content": "Be <brief> & \u202e\x1b[0m é"}, {"role": "user", "content": "語"}]
+    plain = AutoTokenizer.from_pretrained(EXAMPLE, local_files_only=True)
+    whole = plain.apply_chat_template(chat, chat_template=CHATML, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render_chat([*chat[:1], {**chat[1], "name": None}], "a") == whole
+    dated = replace(tokenizer, template="{{ strftime_now('%d %b %Y') }}")
+    assert dated.render_chat(chat, "a") == "01 Jan 2026"
+
+
+@pytest.mark.parametrize(
+    "template, problem",
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ raise_exception('only\x1b[2J \u202eusers') }}", "'only\\x1b[2J \\u202eusers'"),
+    ],
+)
+def test_a_template_that_fails_is_named(template: str, problem: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        replace(load_tokenizer(EXAMPLE), template=template).render_chat(CHAT, "prompts.jsonl line 7")
+    said = str(caught.value)
+    assert said.startswith("the model's chat template fails for prompts.jsonl line 7: ")
+    assert problem in said and said.isprintable() and len(said) < 200
 
 
 def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(
@@ -127,12 +156,6 @@ def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(
     assert not (tmp_path / "planted").exists()
 
 
-def test_the_template_is_none_of_the_loader_s_business(model: Path) -> None:
-    """It would be compiled there without bounds."""
-    configure(model, chat_template="{% set x = 9 ** (9 ** 9) %}")
-    assert load_tokenizer(model).inner.chat_template is None
-
-
 def test_a_directory_without_a_tokenizer_says_so(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     assert refusal(model).startswith("DIR has no tokenizer: none of tokenizer.json, ")
@@ -149,28 +172,13 @@ def damaged(name: str, data: bytes | None) -> Any:
     return damage
 
 
-def panicking(model: Path) -> None:
-    """What the Rust code does not expect: a table of characters that is empty."""
-    change_json(
-        model / "tokenizer.json",
-        lambda found: found.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "A" * 16}),
-    )
-
-
-NAMES = ("AutoModelForCausalLM", ["LlamaTokenizer"], "\x1b[2JTokenizer")
 DAMAGE: list[tuple[Any, str]] = [
     (damaged("tokenizer.json", None), "DIR/tokenizer.json is not a regular file"),
     (damaged("tokenizer.json", b"{}"), "the tokenizer of DIR cannot be loaded: "),
     (damaged("tokenizer.json", b'{"a":' * 100_000), "the tokenizer of DIR cannot be loaded: "),
-    (damaged("tokenizer_config.json", b"[]"), "tokenizer_config.json is [], not a JSON object"),
     (damaged("tokenizer_config.json", b"{"), "tokenizer_config.json is not valid JSON: "),
-    (damaged("chat_template.jinja", b"\xff"), "chat_template.jinja is not UTF-8: "),
-    (damaged("chat_template.jinja", b" " * (2 << 20)), "DIR/chat_template.jinja is larger than 1,048,576 bytes"),
-    *(
-        (partial(configure, tokenizer_class=name), f"tokenizer_config.json has tokenizer_class {name!r}")
-        for name in NAMES
-    ),
-    (panicking, "the tokenizer of DIR fails on 'a': PanicException: "),
+    (partial(configure, tokenizer_class="AutoModelForCausalLM"), "the tokenizer of DIR cannot be loaded: "),
+    (partial(configure, tokenizer_class=["LlamaTokenizer"]), "the tokenizer of DIR cannot be loaded: "),
 ]
 
 
@@ -183,11 +191,6 @@ def test_a_damaged_tokenizer_is_an_error(model: Path, tmp_path: Path, subtests: 
             assert said.startswith(message) and said.isprintable() and len(said) < 400
 
 
-def test_a_file_is_read_only_so_far(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_FILE", 1000)
-    assert refusal(model) == "DIR/tokenizer.json is larger than 1,000 bytes"
-
-
 def swap(found: dict[str, Any]) -> None:
     vocab = found["model"]["vocab"]
     first, second = list(vocab)[1000:1002]
@@ -198,7 +201,7 @@ def test_a_changed_tokenizer_is_noticed(model: Path, subtests: pytest.Subtests) 
     ours = load_tokenizer(EXAMPLE)
     rows: list[tuple[str, Any, tuple[str, ...] | None]] = [
         ("tokenizer.json", dict, ()),
-        ("tokenizer.json", swap, ("2 of 2048 tokens", "how text becomes tokens")),
+        ("tokenizer.json", swap, ("the vocabulary", "how text becomes tokens")),
         ("tokenizer.json", lambda found: found["model"]["merges"].pop(), ("how text becomes tokens",)),
         ("tokenizer_config.json", lambda found: found.update(eos_token="the"), None),
         ("tokenizer_config.json", lambda found: found.update(chat_template="x"), ("the chat template",)),

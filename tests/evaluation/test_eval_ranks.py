@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from openquant import calibrate, compress, evaluate
-from openquant.distributed import Ranks
-from openquant.streaming.session import documents_of_rank
 from support import mixture_of_experts, starting
 from support.starting import Job
 
@@ -100,10 +98,3 @@ def test_ranks_must_read_the_same_texts(job: Job, made: tuple[Path, Path], tmp_p
     assert [rank.returncode for rank in begun] == [2, 2]
     message = "error: ranks see different texts or checkpoints\nhint: let all of them read the same files\n"
     assert re.sub(r"(?m)^rank \d waits for [^,\n]*\n", "", printed) == message
-
-
-def test_every_document_is_one_process_s() -> None:
-    assert list(documents_of_rank(5, Ranks())) == [0, 1, 2, 3, 4]
-    assert list(documents_of_rank(5, Ranks(0, 2))) == [0, 2, 4]
-    assert list(documents_of_rank(5, Ranks(1, 2))) == [1, 3]
-    assert list(documents_of_rank(1, Ranks(1, 2))) == []

@@ -22,7 +22,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.source import Source
 from openquant.models import MODELS
 from openquant.options import Evaluate
-from openquant.streaming import offload
+from openquant.streaming import offload, session
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support.reporters import Told
@@ -78,7 +78,7 @@ def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, mo
     run()
     expected = file.read_bytes()
     assert b"static scales clip" in expected
-    monkeypatch.setattr(evaluation_run, "BUDGET", 0)
+    monkeypatch.setattr(session, "BUDGET", 0)
     monkeypatch.setattr(offload, "LEAST", 1)
     loaded: list[str] = []
     load = StreamedModel.load

@@ -254,14 +254,3 @@ def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(noisy(1), (first, second), strict=True))
     assert not torch.equal(noisy(2)[0], first)
     assert torch.equal(module(x), x)
-
-
-def test_of_several_outputs_the_first_is_noisy() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-            return x, "beside"
-
-    pair, x = Pair(), torch.randn(1000, generator=chance()).bfloat16()
-    with RoundingNoise([pair]).drawn_from(chance()):
-        noisy, beside = pair(x)
-    assert beside == "beside" and not torch.equal(noisy, x)

@@ -19,7 +19,6 @@ from openquant.evaluation.as_served import (
     LARGEST_BY_DEFAULT,
     continue_prompts,
     end_tokens,
-    fits_in_memory,
     prompts_to_answer,
     side_by_side,
     teacher_forced,
@@ -125,29 +124,18 @@ def test_along_a_text_each_place_has_its_own_answer() -> None:
     assert (short["prompt"], short["text"]) == (tokenizer.decode(ids[:1]), tokenizer.decode(ids[1:2]))
 
 
-def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
-    for nbytes, memory, by_user, answers_it in [
-        (500, 1000, True, True),
-        (501, 1000, True, False),
-        (501, 1000, False, False),
-        (LARGEST_BY_DEFAULT, 1 << 40, False, True),
-        (LARGEST_BY_DEFAULT + 1, 1 << 40, False, False),
-        (LARGEST_BY_DEFAULT + 1, 1 << 40, True, True),
-    ]:
-        with subtests.test(nbytes=nbytes, memory=memory, by_user=by_user, answers_it=answers_it):
-            monkeypatch.setattr(as_served, "available_memory", lambda memory=memory: memory)
-            assert fits_in_memory(nbytes, by_user) is answers_it
-
-
 def test_a_file_of_prompts_is_read_even_where_no_model_has_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     tokenizer, file = load_tokenizer(EXAMPLE), tmp_path / "prompts.txt"
     with pytest.raises(SourceError, match=r"prompts\.txt"):
-        prompts_to_answer(file, tokenizer, 2048, 501)
+        prompts_to_answer(file, tokenizer, 501)
     file.write_text("import\n" * 6)
-    assert prompts_to_answer(file, tokenizer, 2048, 501) == ()
-    assert len(prompts_to_answer(file, tokenizer, 2048, 500)) == 6
+    assert prompts_to_answer(file, tokenizer, 501) == ()
+    assert len(prompts_to_answer(file, tokenizer, 500)) == 6
+    # Large models answer only if asked.
+    monkeypatch.setattr(as_served, "available_memory", lambda: 1 << 40)
+    assert len(prompts_to_answer(None, tokenizer, LARGEST_BY_DEFAULT)) == 4
+    assert prompts_to_answer(None, tokenizer, LARGEST_BY_DEFAULT + 1) == ()
+    assert len(prompts_to_answer(file, tokenizer, LARGEST_BY_DEFAULT + 1)) == 6

@@ -33,12 +33,6 @@ def test_each_limit_parts_two_words() -> None:
         assert verdict_word(math.nextafter(limit, 1), FLOOR) == above
 
 
-def test_without_any_difference_it_is_the_same() -> None:
-    assert verdict_word(0, 0) == "same"
-    # A model whose own rounding is as much as that cannot be told from its output.
-    assert verdict_word(0.15, 0.1) == "same"
-
-
 def quantized(name: str, error: float = 0.026, off: float = 0.0) -> WeightChange:
     return WeightChange(name, True, error, 0.026, off)
 

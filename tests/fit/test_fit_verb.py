@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import EXAMPLE, run_openquant
+from conftest import EXAMPLE
 from openquant import compress, verify
 from openquant.cli.commands import main
 from openquant.distributed import Ranks
@@ -22,7 +21,7 @@ from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options, refuse_ranks
-from openquant.fit.menu import UNQUANTIZED, Scores, Unit, units_of
+from openquant.fit.menu import UNQUANTIZED, units_of
 from openquant.fit.run import joined_patterns
 from openquant.fit.session import read_scores, scores_json
 from openquant.formats.hardware import find_gpu
@@ -97,23 +96,6 @@ def test_other_budgets_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="^--fit .* is no size$") as caught:
             compress(EXAMPLE, tmp_path / "out", fit=text)
         assert "5.0bits" in caught.value.hint, text
-    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "")
-    assert (done.returncode, "--fit: it is empty" in done.stderr) == (2, True)
-
-
-def test_the_error_names_gpus_that_may_be_meant(subtests: pytest.Subtests) -> None:
-    for text, message, hint in [
-        ("4091", "--fit '4091' is no size", "did you mean RTX 4090"),
-        ("a100", "--fit 'a100' is no size", "did you mean A100-40 or A100-80"),
-        ("Apple M2", "--fit 'Apple M2': vLLM", "serve it with mlx-lm"),
-        ("cpu", "how much memory a CPU has for weights is not known", "give --fit size=12.5GB"),
-        ("x" * 10**6, "--fit 'x", "give --fit 24GB"),
-    ]:
-        with subtests.test(message):
-            with pytest.raises(UsageError) as caught:
-                read_budget(text)
-            assert caught.value.message.startswith(message) and caught.value.hint.startswith(hint)
-            assert len(caught.value.message) < 300
 
 
 def test_a_mixture_is_smaller_than_its_budget_and_better_than_one_scheme(kept: Path) -> None:
@@ -126,22 +108,10 @@ def test_a_mixture_is_smaller_than_its_budget_and_better_than_one_scheme(kept: P
     )
     assert lines.pop(1).startswith("--fit: wrote ")
     mixture, single = (
-        re.fullmatch(r"--fit: (.+): KL (\S+) \[.*\] nats, (\S+) GB, (\S+) bits a weight", line) for line in lines[2:4]
+        re.fullmatch(r"--fit: (.+): KL (\S+) \[.*\] nats, (\S+) GB, (\S+) bits a weight", line) for line in lines[2:]
     )
     assert mixture is not None and single is not None
     assert (mixture[1], single[1]) == ("the mixture", "--scheme nvfp4")
-    chosen = [
-        re.fullmatch(r"--fit: (\S+): (.+); (\d+) % of the predicted KL, (\d+) % of the bytes", line)
-        for line in lines[4:]
-    ]
-    names = [
-        f"model.layers.*.{name}"
-        for name in ("mlp.{gate_proj,up_proj}", "mlp.down_proj", "self_attn.{k_proj,q_proj,v_proj}", "self_attn.o_proj")
-    ]
-    assert sorted(match[1] for match in chosen if match) == sorted(names) and None not in chosen
-    for part in (3, 4):
-        assert sum(int(match[part]) for match in chosen if match) == pytest.approx(100, abs=2)
-    assert sum(int(count) for match in chosen if match for count in re.findall(r"\S (\d+)(?:,|$)", match[2])) == 16
     # It loses half of what the scheme does, and has 5 % more bytes.
     assert float(mixture[2]) <= 0.55 * float(single[2])
     assert not verify(out, EXAMPLE, full=True).problems
@@ -251,6 +221,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
         (PlanError, {"fit": "2bits"}, small),
         (PlanError, {"fit": "24GB"}, '--fit 24GB leaves 20.1 GB for weights, and the unquantized ones take 0.00839 GB'),
         (PlanError, {"fit": "2GB"}, whole),
+        (UsageError, {"fit": "cpu"}, "how much memory a CPU has for weights is not known"),
         (PlanError, {"fit": "3x24GB"}, "3 GPUs cannot share this model: they do not divide it"),
         (UsageError, {"scheme": "int4"}, "--fit chooses the schemes, and --scheme is given"),
         (UsageError, {"context": 0}, "a context of 0 tokens holds nothing"),
@@ -299,38 +270,17 @@ def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(scored
     assert not (scored / "out").exists()
 
 
-def some_scores() -> tuple[list[Unit], Scores]:
-    plan = make_plan(open_checkpoint(EXAMPLE), find_scheme("int8-weights"))
-    units = units_of({"int8-weights": plan})
-    return units, tuple({"int8-weights": 0.001 * number, UNQUANTIZED: 0.0} for number in range(len(units)))
-
-
-CHANGES: list[Callable[[Any], object]] = [
-    lambda kept: kept.update(openquant_scores=2),
-    lambda kept: kept.update(conditions={"model": "another"}),
-    lambda kept: kept.pop("units"),
-    lambda kept: kept["units"].reverse(),
-    lambda kept: kept["units"][0].update(kl=[0.1]),
-    lambda kept: kept["units"][0]["kl"].update(int3=0.1),
-    lambda kept: kept["units"].__setitem__(0, 7),
-]
-
-
 def test_scores_that_do_not_belong_to_a_run_are_not_used(tmp_path: Path) -> None:
-    units, scores = some_scores()
+    units = units_of({"int8-weights": make_plan(open_checkpoint(EXAMPLE), find_scheme("int8-weights"))})
+    scores = tuple({"int8-weights": 0.001 * number, UNQUANTIZED: 0.0} for number in range(len(units)))
     file = tmp_path / "kept.scores.json"
-    written = scores_json(scores, units, {"model": "this"})
-    file.write_bytes(written)
-    assert read_scores(file, units, {"model": "this"}) == scores
-    for number, change in enumerate(CHANGES):
-        kept = json.loads(written)
-        change(kept)
-        file.write_text(json.dumps(kept))
-        assert read_scores(file, units, {"model": "this"}) is None, number
-    for damaged in (b"", b"{", b"\xff\xfe"):
+    file.write_bytes(scores_json(scores, units, {"model": "this"}))
+    assert read_scores(file, {"model": "this"}) == scores
+    assert read_scores(file, {"model": "another"}) is None
+    for damaged in (b"", b"{", b"\xff\xfe", b"{}", b"[]"):
         file.write_bytes(damaged)
-        assert read_scores(file, units, {"model": "this"}) is None, damaged
-    assert read_scores(tmp_path / "missing.scores.json", units, {}) is None
+        assert read_scores(file, {"model": "this"}) is None, damaged
+    assert read_scores(tmp_path / "missing.scores.json", {}) is None
 
 
 def test_a_file_of_another_kind_is_not_replaced_by_scores(tmp_path: Path) -> None:
@@ -361,15 +311,6 @@ def test_scoring_that_is_stopped_continues_and_gives_the_same_scores(kept: Path,
 def test_layers_with_one_scheme_are_one_pattern() -> None:
     patterns = ["a.0.{q,k}", "a.11.{q,k}", "a.0.o", "a.2.{q,k}", "head", "b.1.experts.3.up", "b.2.experts.3.up"]
     assert joined_patterns(patterns) == ["a.{0,2,11}.{q,k}", "a.0.o", "head", "b.{1,2}.experts.3.up"]
-
-
-def test_the_plan_shortens_patterns_of_many_layers(tmp_path: Path) -> None:
-    layers = ",".join(map(str, range(100)))
-    words = ("--scheme", "int8-weights", "--scheme-for", f"model.layers.{{{layers}}}.mlp.down_proj=int4", "--dry-run")
-    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", *words)
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("INT4")]
-    assert re.search(r"int4: --scheme-for .{61}\.\.\.$", line)
 
 
 @pytest.mark.usefixtures("few")

@@ -159,16 +159,6 @@ def test_hundreds_of_units_of_an_equal_size_are_exact() -> None:
     assert np.all(np.diff(frontier.nbytes) > 0) and np.all(np.diff(frontier.kl) < 0)
 
 
-def test_of_a_cpu_it_says_that_its_memory_is_not_known(searched: Path) -> None:
-    found = json.loads((searched / "found.json").read_text())
-    points = tuple(Point(**{**point, "fits": None}) for point in found["points"])
-    lines = frontier_text(SearchResult(**{**found, "gpu": "cpu", "limit": None, "points": points})).splitlines()
-    assert lines[2] == (
-        "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
-    )
-    assert "fits" not in lines[4]
-
-
 def test_with_a_limit_it_is_nearly_as_good() -> None:
     units = made_up(3, 40, 5)
     exact, limited = find_frontier(units), find_frontier(units, most=200)

@@ -63,15 +63,3 @@ def test_passes_continue_before_the_output_head(
     layers = [unit for unit in units if unit in model.layers]
     assert done in (set(layers), set(layers[:-1]))
     assert loaded == [unit for unit in units if unit not in done]
-
-
-@pytest.mark.usefixtures("at_once")
-def test_passes_that_wait_for_different_units_are_not_saved(shelf: Shelf, tmp_path: Path) -> None:
-    models = [StreamedModel(open_checkpoint(shelf.source(name))) for name in ("Qwen3ForCausalLM", "GPTNeoXForCausalLM")]
-
-    def run_both(path: Path) -> None:
-        passes = [ForwardPass(model, partial(logits, model, torch.arange(9), False)) for model in models]
-        run_interleaved([passes], finished=lambda *_: None, checkpoint=PassCheckpoint(path, {}))
-
-    run_both(tmp_path / "x.part")
-    assert not list(tmp_path.iterdir())

@@ -94,12 +94,6 @@ def test_experts_take_the_rows_up_to_their_offsets() -> None:
     assert torch.equal(found, torch.cat(expected).bfloat16())
 
 
-def test_what_is_not_bfloat16_is_left_alone() -> None:
-    x, weight = random(5, 48).double(), random(64, 48).double()
-    with Float32Products():
-        assert torch.equal(functional.linear(x, weight), x @ weight.T)
-
-
 def test_only_processors_without_such_products_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for multiplies, device, expected in ((False, "cpu", True), (True, "cpu", False), (False, "cuda", False)):
         monkeypatch.setattr(products, "_multiplies_bfloat16", lambda multiplies=multiplies: multiplies)

@@ -8,7 +8,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +25,12 @@ from openquant.plan.plan import make_plan
 from openquant.streaming.memory import (
     MemoryStep,
     gptq_steps,
+    hidden_bytes,
     memory_left,
     rounded_up,
+    vocabulary_of,
     weight_memory,
 )
-from openquant.streaming.session import hidden_bytes, vocabulary_of
 from support import small_checkpoints, starting
 from support.representatives import everything
 
@@ -161,22 +161,12 @@ def test_what_no_step_takes_is_left() -> None:
         memory_left(1, steps)
 
 
-def test_sizes_in_hints_are_as_the_option_takes_them() -> None:
-    for nbytes, expected in ((1, "10MB"), (500_000_000, "510MB"), (980_000_000, "1GB"), (1_300_000_000, "1.4GB")):
+def test_sizes_are_rounded_up_and_may_be_those_of_the_text_config(tmp_path: Path) -> None:
+    for nbytes, expected in ((1, "10MB"), (500_000_000, "510MB"), (1_300_000_000, "1.4GB")):
         assert rounded_up(nbytes) == expected
-
-
-def test_sizes_may_be_those_of_the_text_config(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "vocab_size": 100}
-    rows: list[tuple[dict[str, Any], int, int | None]] = [
-        (sizes, 64, 100),
-        ({"text_config": sizes}, 64, 100),
-        ({"hidden_size": None, "vocab_size": None, "text_config": sizes}, 64, 100),
-        ({"text_config": "none"}, 0, None),
-    ]
     opened = open_checkpoint(small_checkpoints.write(tmp_path))
-    for config, size, vocabulary in rows:
+    sizes = {"hidden_size": 64, "vocab_size": 100}
+    for config in (sizes, {"text_config": sizes}):
         checkpoint = replace(opened, config=config)
         # Hidden states and embeddings, two bytes a value.
-        assert hidden_bytes(checkpoint, 10) == 10 * size * 2 * 2, config
-        assert vocabulary_of(checkpoint) == vocabulary, config
+        assert (hidden_bytes(checkpoint, 10), vocabulary_of(checkpoint)) == (10 * 64 * 2 * 2, 100)

@@ -48,12 +48,3 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         expected = f"hidden states cannot be written in {tmp_path}: File too large"
         assert (raised.value.message, raised.value.hint) == (expected, FREE)
-
-
-def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
-    with OffloadFile(tmp_path, 0) as scratch:
-        scratch.write(memoryview(bytes(100)))
-        with pytest.raises(OutputError) as raised:
-            scratch.read(memoryview(bytearray(50)), 80)
-        expected = f"hidden states cannot be read in {tmp_path}: the scratch file ends at 100"
-        assert (raised.value.message, raised.value.hint) == (expected, FREE)

@@ -97,7 +97,6 @@ def test_experts_one_by_one_compute_what_their_stacks_do(shelf: Shelf, tmp_path:
     small_checkpoints.write(tmp_path / "split", architecture, weights=split)
     models = [StreamedModel(open_checkpoint(path)) for path in (source, tmp_path / "split")]
     assert all_equal(*map(streamed_logits, models))
-    assert models[1].unexpected == ()
     del split[next(name for name in split if ".experts.2." in name)]
     small_checkpoints.write(tmp_path / "lacking", architecture, weights=split)
     with pytest.raises(SourceError, match=r"experts\.\w+ of \w+ is missing from the checkpoint"):

@@ -21,12 +21,11 @@ OTHER = "config.json or this shard belongs to other weights: download the checkp
 
 
 def test_versions_outside_of_the_tested_range_are_refused() -> None:
-    for found in ("5.15.1", "5.25.0", "4.57.6", "6.0.0", "main", None):
+    for found in ("5.15.1", "5.25.0", "4.57.6", "6.0.0", "main"):
         with pytest.raises(UsageError) as raised:
             require_tested(found)
         assert raised.value.message == (
-            f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; "
-            + (f"{found} is installed" if found else "it is not installed")
+            f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; {found} is installed"
         )
         assert raised.value.hint == 'pip install "transformers>=5.18,<5.25"'
     for found in ("5.18.0", "5.19.0", "5.24.0", "5.24.1rc1"):
@@ -78,5 +77,4 @@ def test_weights_may_have_the_names_that_the_class_itself_has(shelf: Shelf, tmp_
     assert renamed.keys() != held.keys()
     own = small_checkpoints.write(tmp_path / "own", "LagunaForCausalLM", weights=renamed)
     models = [StreamedModel(open_checkpoint(path)) for path in (source, own)]
-    assert models[1].unexpected == ()
     assert all_equal(*(streamed_logits(model, [SHORT]) for model in models))
