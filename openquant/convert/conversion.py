@@ -72,7 +72,7 @@ KERNEL_MEMORY = 24 << 20
 # Bytes that numba and its compiler need.
 COMPILED_MEMORY = 176 << 20
 # Number of weights from which on the compiled loops save more time than loading and compiling them takes.
-LARGE = 2 << 30
+LARGE = 1 << 30
 
 # How names of tensors end whose elements are weights.
 WEIGHTS = (".weight", "_proj")
@@ -119,7 +119,7 @@ def worth_compiling(plan: Plan) -> bool:
     searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
     passthrough = (kept.weight for kept in plan.decisions.passthrough if kept.weight is not None)
     num_weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *passthrough))
-    return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
+    return num_weights >= (LARGE // 2 if searches else LARGE) and find_spec("numba") is not None
 
 
 @dataclass(frozen=True)
@@ -699,7 +699,7 @@ class _Worker:
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
 
             if shared_absmax is None or not fmt.shared:
-                stored = self.loops.encode_scales(fmt, scale, global_scale)
+                stored = fmt.encode_scales(scale, global_scale)
                 file.write(stored, scale_target)
                 scale_target += stored.nbytes
 
@@ -709,7 +709,7 @@ class _Worker:
             buffer = self._next_buffer()
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
-            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
+            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, zero_point)
             lost.look_at(out, zero_point, bits)
             buffer.send(file, codes, target)
 
@@ -860,7 +860,6 @@ class CpuKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
         """Quantize weights and write their codes to `out` as they are stored.
@@ -871,10 +870,9 @@ class CpuKernels:
             scale: float32 [rows / height, cols / width], the scale of each group, divided by the global scale.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
-            global_scale: float32 [1, 1], by which `scale` is divided; None for formats without one.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
-        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, zero_point)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Return the bits unchanged, uint16 or uint32 [rows, cols], for `absmax` and `encode`; `dtype` is ignored."""
@@ -963,7 +961,6 @@ class TorchKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
         """Quantize weights and write their codes to `out` as they are stored.
@@ -974,12 +971,11 @@ class TorchKernels:
             scale: float32 [rows / height, cols / width] on the host, the scale of each group divided by any global one.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
-            global_scale: ignored, since `scale` is divided by it already.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
         from ..formats.reference import encode
 
-        del dtype, global_scale
+        del dtype
         with self._working():
             zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
             codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from numba.core.caching import FunctionCache
 
 from . import kernels
-from .format import Format, Group, StoredScales, grid_of
+from .format import Group, grid_of
 from .kernels import Bits, ColumnRounding, to_float32
-from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
+from .numbers import BITSANDBYTES, E4M3, Codes, Floats, Number
 
 u8 = np.uint8
 u16 = np.uint16
@@ -40,9 +40,6 @@ _NONE = np.empty((0, 0), f32)
 
 # Rows that `_round_panel` takes at a time.
 _STRIP = 256
-
-# How `_scales` rounds, by dtype of the scales.
-_ROUNDINGS = {"BF16": u32(1), "F8_E4M3": u32(2)}
 
 _settings: Any = numba.config
 if _settings.DISABLE_JIT:
@@ -106,52 +103,6 @@ def signs(bits: Bits) -> Floats:
     return out
 
 
-def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
-    """Compute the scale of each group from its largest absolute weight in compiled loops.
-
-    Args:
-        fmt: how the weights are stored.
-        absmax: float32 of any shape, the largest absolute weight of each group.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
-            `absmax` if None and the format has one.
-
-    Returns:
-        float32 of the shape of `absmax`: weight = code value * scale. Where there is a global scale, it is the stored
-        scale divided by the global scale.
-    """
-    if fmt.global_scale is not None and global_scale is None:
-        global_scale = fmt.choose_global_scale(absmax.max(keepdims=True))
-    factor = f32(1) if global_scale is None or fmt.global_scale is None else global_scale.reshape(-1)[0]
-    scale = fmt.scale
-    out = np.empty(absmax.size, f32)
-    # For powers of two: what is added to the bits of a quotient, and the mask of the bits that stay.
-    power = (u32(fmt.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
-    rounding = _ROUNDINGS.get(scale.dtype, u32(0))
-    span = f32(scale.clip_limit or fmt.number.span)
-    _scales(absmax.reshape(-1), span, *power, factor, f32(scale.floor), f32(scale.of_zeros), rounding, out)
-    return out.reshape(absmax.shape)
-
-
-def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, in compiled loops.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
-        return fmt.encode_scales(scale, global_scale)
-    codes = np.empty(scale.shape, u8)
-    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
-    return codes
-
-
 def encode_stored(
     bits: Bits,
     dtype: str,
@@ -159,7 +110,6 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
@@ -172,10 +122,8 @@ def encode_stored(
         group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1] or None; ignored, only kernels.encode_stored needs it.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    del global_scale
     rows, cols = bits.shape
     height = group[0] or rows
     width = group[1] or cols
@@ -187,8 +135,6 @@ def encode_stored(
         if zero_point is None:
             zero_point = np.zeros_like(scale)
         _encode_integers(*arguments, *_range(number)[:2], u32(middle), zero_point)
-    elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
-        _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*arguments, *_range(number)[1:], steps, u32(1 << (number.bits - 1)))
@@ -225,21 +171,6 @@ def decode_rows(
     else:
         half = 1 << (number.bits - 1)
         _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half), number.bits)
-
-
-def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Find the first code that is NaN.
-
-    Args:
-        codes: stored bytes, uint8 of any shape.
-        number: numeric format of the codes.
-
-    Returns:
-        The index of its byte in the flattened `codes`; None if no code is NaN.
-    """
-    if number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F:
-        return None
-    return kernels.first_unsound(codes, number)
 
 
 def best_scales(
@@ -329,34 +260,6 @@ def _signs(bits: Any, signed: Any, out: Any) -> None:
         top = u32(u32(lowest) << u32(32 - 8 * bits.itemsize))
         size = u32(top & u32(0x7FFFFFFF)) if top >> u32(31) else u32(0)
         out[group] = f32(-1) if u32(u32(highest) << u32(32 - 8 * bits.itemsize)) > size else f32(1)
-
-
-@_compile
-def _largest_magnitude(codes: Any) -> Any:
-    """Return the largest code without its sign bit."""
-    most = u8(0)
-    for i in range(codes.size):
-        most = max(most, u8(codes[i] & 0x7F))
-    return most
-
-
-@_compile
-def _scales(
-    largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, out: Any
-) -> None:
-    for i in range(largest.size):
-        bits = u32(u32(f32(largest[i] / span).view(u32) + carry) & kept)
-        scale = max(f32(u32(bits).view(f32) * above), floor)
-        if rounding == 1:
-            bits = f32(scale).view(u32)
-            even = u32(u32(bits >> u32(16)) & u32(1))
-            scale = u32(u32(u32(bits + even) + u32(0x7FFF)) & u32(0xFFFF0000)).view(f32)
-        elif rounding == 2:
-            near = min(scale, f32(448))
-            binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), u32(121 << 23))
-            beside = f32(u32(binade).view(f32) * f32(_ROUNDS / 8))
-            scale = f32(f32(near + beside) - beside)
-        out[i] = f32((zeros if largest[i] == 0 else scale) / above)
 
 
 @_compile
@@ -559,41 +462,6 @@ def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
 
 
 @_compile
-def _to_e2m1(quotient: Any) -> Any:
-    """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
-    bits = f32(quotient).view(u32)
-    size = min(u32(bits & u32(0x7FFFFFFF)), u32(0x40C00000))
-    binade = max(u32(size & u32(0x7F800000)), u32(0x3F800000))
-    beside = u32(binade + u32(22 << 23 | 1 << 22))
-    step = u32(f32(u32(size).view(f32) + u32(beside).view(f32)).view(u32) - beside)
-    above = u32(u32(binade - u32(0x3F800000)) >> u32(22))
-    return u32(u32(step + above) | u32(u32(bits & u32(0x80000000)) >> u32(28)))
-
-
-@_compile
-def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
-    """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
-    spread = np.empty((scale.shape[1], width), f32)
-    divisors = spread.reshape(-1)
-
-    for row in range(words.shape[0]):
-        for group in range(scale.shape[1]):
-            divisor = scale[row // height, group]
-            part = spread[group]
-            for i in range(part.size):
-                part[i] = divisor
-
-        line = words[row]
-        into = out[row]
-        for i in range(line.size):
-            first = u32(u32(line[i]) << u32(16)).view(f32)
-            second = u32(u32(line[i]) & u32(0xFFFF0000)).view(f32)
-            low = _to_e2m1(f32(first / divisors[i]))
-            high = _to_e2m1(f32(second / divisors[i]))
-            into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
-
-
-@_compile
 def _half_e2m1(code: Any) -> Any:
     """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
     twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
@@ -662,9 +530,8 @@ def _best(
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
-    # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
     raw = np.zeros((width, together), bits.dtype)
-    turned = np.zeros((-(-width // 4) * 4, together), f32)
+    turned = np.zeros((width, together), f32)
     one = np.ones(together, f32)
     scale = np.ones(together, f32)
     chosen = np.zeros(together, u32)
@@ -672,8 +539,7 @@ def _best(
     unit = np.ones(together, f32)
     error = np.empty(together, f32)
     smallest = np.empty(together, f32)
-    weighs = importance.size > 0
-    weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
+    weighed = np.ones((width, together), f32)
 
     for first in range(0, groups, together):
         count = min(together, groups - first)
@@ -681,7 +547,7 @@ def _best(
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         _load_columns(bits[first : first + count], half, below, one, raw, turned)
-        if weighs:
+        if importance.size:
             _take_importance(importance, first, count, weighed)
 
         for ratio in range(scales.shape[0]):
@@ -691,23 +557,12 @@ def _best(
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
 
-            for k in range(turned.shape[0] if weighs else 0):
+            for k in range(width):
                 line = turned[k]
                 counts = weighed[k]
                 for j in range(together):
                     off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
                     error[j] = f32(error[j] + f32(off * counts[j]))
-            for k in range(0, 0 if weighs else turned.shape[0], 4):
-                line = turned[k]
-                second = turned[k + 1]
-                third = turned[k + 2]
-                fourth = turned[k + 3]
-                for j in range(together):
-                    by = unit[j]
-                    total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
-                    total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
-                    total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
-                    error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
 
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])

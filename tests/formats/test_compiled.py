@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from openquant.formats import compiled, kernels
 from openquant.formats.format import grid_of
 from openquant.formats.kernels import ColumnRounding
-from openquant.formats.numbers import E4M3, INT4
+from openquant.formats.numbers import INT4
 from openquant.formats.schemes import VARIANTS
 
 NUMBERS = tuple(dict.fromkeys(scheme.format.number for scheme in VARIANTS))
@@ -55,17 +54,6 @@ def test_codes_stand_for_the_same_weights() -> None:
             assert (np.signbit(found[1]) == np.signbit(found[0])).all(), told
 
 
-def test_the_same_code_is_the_first_that_holds_no_value() -> None:
-    for number in NUMBERS:
-        codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
-        assert compiled.first_unsound(codes, number) is None
-        codes[1, 7] = codes[2, 5] = 0xFF
-        assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number), number
-        codes[2, 5] = 0x7F
-        assert (compiled.first_unsound(codes, number) == 1007) == (number == E4M3), number
-        assert compiled.first_unsound(codes[:0], number) is None
-
-
 def test_values_are_rounded_to_the_same_bfloat16() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
     bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
@@ -74,25 +62,6 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
     for loops, out in zip((kernels, compiled), found, strict=True):
         loops.to_bfloat16(bits.view(np.float32), out)
     np.testing.assert_array_equal(found[1], found[0])
-
-
-def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtests) -> None:
-    """Zero too, subnormal ones, and those that take a scale beyond E4M3; stored alike."""
-    bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
-    bits[0], bits[1, 0] = bits[0] >> 8, 0
-    largest = bits.view(np.float32)
-    for scheme in VARIANTS:
-        form, divisors = scheme.format, [None]
-        if form.global_scale is not None:
-            divisors += [form.choose_global_scale(np.full((1, 1), fused, np.float32)) for fused in (1.0, 3.7, 2.0**60)]
-        for divisor in divisors:
-            with subtests.test(scheme=scheme.suffix, divisor=divisor):
-                with np.errstate(over="ignore"):
-                    scale = kernels.scales(form, largest, divisor)
-                np.testing.assert_array_equal(compiled.scales(form, largest, divisor), scale)
-                if divisor is not None or form.global_scale is None:
-                    stored = kernels.encode_scales(form, scale, divisor)
-                    np.testing.assert_array_equal(compiled.encode_scales(form, scale, divisor), stored)
 
 
 def test_columns_have_the_same_errors() -> None:
