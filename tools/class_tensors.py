@@ -14,13 +14,13 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import transformers
 
-from class_builds import BASE, OCCURRENCES, UNCHECKED, Builds, Changes, Entry, Structure
+from class_builds import BASE, UNCHECKED, Builds, Changes, Entry, Structure
 from class_sizes import Sizes, derived_sizes
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
@@ -39,36 +39,6 @@ _IF_SAID = {
 }
 
 
-def _below(entries: Iterable[str], child: str) -> set[str]:
-    return {name for name in entries if name.partition(".")[0] == child}
-
-
-def _by_layer(path: str, values: Any, length: int) -> Iterator[tuple[str, Callable[[Any], list[str]]]]:
-    """How a key may say something of each layer: by a value for each, by the numbers of some, from 0 or 1 on, by how
-    many the first ones are, or by the distance between some.
-    """
-    if isinstance(values, (list, str)) and len(values) == length and not any(isinstance(one, dict) for one in values):
-        yield path, lambda of_layers: list(map(str, of_layers))
-    if isinstance(values, list) and values and all(type(number) is int and 0 <= number <= length for number in values):
-        for first in (0, 1):
-            if all(first <= number < length + first for number in values):
-                yield f"{path}@{first}", partial(_has_numbers, range(first, length + first))
-    if type(values) is int and values > 0:
-        yield f"{path}<", lambda count: [str(layer < count) for layer in range(length)]
-        yield f"{path}%", lambda count: [str(layer % max(count, 1) == 0) for layer in range(length)]
-
-
-def _divides(kinds: Mapping[str, set[int]], having: set[int]) -> bool:
-    """Whether the kinds of a value all have a child of a layer, or all lack it, and those of another do not."""
-    return len({value <= having for value in kinds.values()}) > 1 and all(
-        value <= having or not value & having for value in kinds.values()
-    )
-
-
-def _has_numbers(layers: range, numbers: Any) -> list[str]:
-    return [str(layer in numbers) for layer in layers]
-
-
 class Draft:
     """The line of a class: which tensors it has, and when."""
 
@@ -76,9 +46,6 @@ class Draft:
         self.architecture = architecture
         self.sizes = Sizes(architecture, published)
         self.builds = self.sizes.builds
-        # Which of the kinds of a list the layers with certain names are of.
-        self.origins: dict[tuple[str, frozenset[str]], int] = {}
-        self._causes_of: dict[tuple[str, str], set[str]] = {}
 
     def line(self) -> dict[str, Any]:
         """Return the class's line."""
@@ -86,9 +53,8 @@ class Draft:
         _index_sizes(data)
         keys = {key for size in data["sizes"] for key in re.findall(r"[a-zA-Z_][\w.]*", size)} | data["defaults"].keys()
         keys |= {key for size in data["derived"].values() for key in size.split("/")}
-        # The numbers that count or choose layers, where config.json need not say them.
+        # The numbers that count layers, where config.json need not say them.
         deciding = [data["sizes"][length] for length, *_ in data["lists"].values()]
-        deciding += [key for _, _, choices, _ in data["lists"].values() for key, _ in choices.values()]
         for key in sorted(
             {key for text in deciding for key in re.findall(r"[a-zA-Z_][\w.]*", text)} - self.builds.said
         ):
@@ -121,9 +87,6 @@ class Draft:
                 }
                 for number, entries in sorted(elements.items())
             ]
-        for prefix, elements in base.lists.items():
-            for number, entries in enumerate(elements.values()):
-                self.origins.setdefault((prefix, frozenset(entries)), number)
         used: dict[str, Any] = {}
         for path, value in self.sizes.toggles:
             changes = frozenset({(path, value)})
@@ -178,112 +141,12 @@ class Draft:
             if not re.search("[a-z]", count):
                 count = self._layer_count(prefix) or f"?{prefix}"
             unique = [kind for number, kind in enumerate(kinds) if kind not in kinds[:number]]
-            places = [unique.index(kind) for kind in kinds]
-            data["lists"][prefix] = [count, unique, self._choices(prefix, unique, places), self._occurrences(prefix)]
+            data["lists"][prefix] = [count, unique]
         data["outside"] = outside
         data["parts"] = parts_of(self.builds.config)
         data["derived"] = derived_sizes(self.builds)
         data["built"] = all(".experts." in name for name in self.builds.extra)
         return data
-
-    def _choices(self, prefix: str, unique: list[dict[str, Any]], places: list[int]) -> dict[str, Any]:
-        """Find the keys with a value for each layer that say which kind a child of it is of.
-
-        Returns, for each child, the key and the kinds that each value of it goes with.
-        """
-        choices: dict[str, Any] = {}
-        base = self.builds.structure(BASE)
-        assert base is not None
-        elements = base.lists.get(prefix, {})
-        # Keys that config.json says come first, where it may say the same by two.
-        for path, base_values in sorted(self.builds.defaults.items(), key=lambda item: item[0] not in self.builds.said):
-            changed = [other for other_path, other in self.sizes.others if other_path == path]
-            changed += self.sizes.numbers.get(path, [])
-            for key, of_layers in _by_layer(path, base_values, len(elements)):
-                builds = [(of_layers(base_values), base)]
-                for other in changed:
-                    structure = self.builds.structure(frozenset({(path, other)}))
-                    assert structure is not None
-                    taken = self.builds.taken(path, other)
-                    builds.append((of_layers(taken if type(taken) is type(base_values) else other), structure))
-                # A number must be seen to move the layers that it decides about.
-                if isinstance(base_values, (list, str)) or len({tuple(of_layers) for of_layers, _ in builds}) > 1:
-                    self._add_choices(choices, key, builds, prefix, unique, places)
-        return choices
-
-    def _add_choices(
-        self,
-        choices: dict[str, Any],
-        key: str,
-        builds: list[tuple[list[str], Structure]],
-        prefix: str,
-        unique: list[dict[str, Any]],
-        places: list[int],
-    ) -> None:
-        """Add the children of layers that a key decides about; values of the key by layer stand with each build."""
-        elements = builds[0][1].lists.get(prefix, {})
-        if len(builds[0][0]) == len(elements) > 1:
-            for child in sorted({name.partition(".")[0] for entries in elements.values() for name in entries}):
-                kinds: dict[str, set[int]] = {}
-                causes = False
-                for of_layers, structure in builds:
-                    for number, entries in structure.lists.get(prefix, {}).items():
-                        names = frozenset(entries)
-                        causes |= number in elements and _below(entries, child) != _below(elements[number], child)
-                        if number < len(of_layers) and (prefix, names) in self.origins:
-                            kinds.setdefault(of_layers[number], set()).add(places[self.origins[prefix, names]])
-                variants = [
-                    {frozenset(_below(names, child)) for names in self._names_of(prefix, numbers, places)}
-                    for numbers in kinds.values()
-                ]
-                having = {number for number, kind in enumerate(unique) if _below(kind, child)}
-                if causes and child not in choices and _divides(kinds, having):
-                    lacking = set(range(len(unique))) - having
-                    choices[child] = [
-                        key,
-                        {value: sorted(having if numbers & having else lacking) for value, numbers in kinds.items()},
-                    ]
-                causes = causes and not self._causes(prefix, child) - {re.split("[@<%]", key)[0]}
-                disjoint = not set.intersection(*variants) if len(variants) > 1 else False
-                if causes and child not in choices and (disjoint or not set(key) & {*"@<%"}):
-                    choices[child] = [key, {value: sorted(numbers) for value, numbers in kinds.items()}]
-
-    def _causes(self, prefix: str, child: str) -> set[str]:
-        """The keys with a number that decide which tensors a child of a layer has."""
-        if (prefix, child) not in self._causes_of:
-            base = self.builds.structure(BASE)
-            assert base is not None
-            expected = {number: _below(entries, child) for number, entries in base.lists[prefix].items()}
-            changes = {path: values for path, values in self.sizes.numbers.items() if path not in self.sizes.counts}
-            self._causes_of[prefix, child] = {
-                path
-                for path, values in changes.items()
-                for structure in (self.builds.structure(frozenset({(path, value)})) for value in values)
-                if structure is not None
-                and any(
-                    _below(structure.lists.get(prefix, {}).get(number, {}), child) != names
-                    for number, names in expected.items()
-                )
-            }
-        return self._causes_of[prefix, child]
-
-    def _names_of(self, prefix: str, numbers: set[int], places: list[int]) -> list[frozenset[str]]:
-        """The names of the kinds with these places."""
-        return [names for (of, names), number in self.origins.items() if of == prefix and places[number] in numbers]
-
-    def _occurrences(self, prefix: str) -> dict[str, str]:
-        """Find in how many layers the tensors are that not all layers have, where two keys say it."""
-        base = self.builds.structure(BASE)
-        assert base is not None
-        elements = base.lists.get(prefix, {})
-        counts: dict[str, str] = {}
-        for name in sorted({name for entries in elements.values() for name in entries}):
-            if all(name in entries for entries in elements.values()):
-                continue
-            expression = self.sizes.find((prefix, 0, name, OCCURRENCES))
-            if "+" in expression and len(set(re.findall(r"[a-zA-Z_][\w.]*", expression))) == 2:
-                counts[name] = expression
-        return counts
 
     def _layer_count(self, prefix: str) -> str | None:
         """The key that counts the decoder layers, where it cannot be changed alone."""
@@ -357,7 +220,6 @@ class Draft:
                     if frozenset(entries) in known:
                         continue
                     known.add(frozenset(entries))
-                    self.origins[prefix, frozenset(entries)] = len(lists[prefix])
                     lists[prefix].append(
                         {
                             template: self._alike(lists[prefix], template, prefix, number, change)
@@ -406,13 +268,7 @@ def _index_sizes(data: dict[str, Any]) -> None:
 
     data["outside"] = placed(data["outside"])
     data["lists"] = {
-        prefix: [
-            place(length),
-            [placed(kind) for kind in kinds],
-            choices,
-            {name: place(n) for name, n in counts.items()},
-        ]
-        for prefix, (length, kinds, choices, counts) in data["lists"].items()
+        prefix: [place(length), [placed(kind) for kind in kinds]] for prefix, (length, kinds) in data["lists"].items()
     }
     data["sizes"] = list(sizes)
 

@@ -165,7 +165,6 @@ KERNELS = (
 # the schemes that are not here, and outputs of its other classes. This one class reads packed codes, all as if they had
 # four bits, and drops scales that it does not know (mlx_lm/models/deepseek_v3.py:398-412).
 MLX_LM_VERSION = "mlx-lm 0.32.2"
-MLX_LM_CLASSES = ("DeepseekV3ForCausalLM",)
 MLX_LM: dict[str, Literal["read", "misread"]] = {
     "tensor": "misread",
     "block": "read",

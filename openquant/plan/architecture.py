@@ -29,7 +29,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format, Group
-from ..models import GENERIC, MODELS, find_body, find_entry, fit_prefix
+from ..models import GENERIC, MODELS, find_entry, fit_prefix
 from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
 from ..registry.architecture import (
     MTP_LAYER,
@@ -50,14 +50,6 @@ from .decisions import FEW_AXES, Item, PassthroughTensor, StackedTensor
 MOST_LAYERS = 10_000
 # The class's own entry if there is one, else the generic one.
 AUTO = "auto"
-# Classes of draft models in vLLM (models/registry.py:625-704) and SGLang (models/llama_eagle.py, dflash.py, *_mtp.py,
-# *_nextn.py). Eagle2_5_VL is none.
-_DRAFT_CLASS = re.compile(
-    r"P?[Ee]agle3?[A-Z].*|.*(?:Eagle3?|NextN|MTP(?:Model)?|DFlash|DSpark|Speculator)|"
-    r".*(?:Medusa|DFlash|DSpark|LiLiCorr|Draft|Assistant|MLPSpeculator|MTP).*(?:Model|ForCausalLM)"
-)
-# Tensors of EAGLE drafts, whose config.json may name the class of a language model.
-_OF_DRAFTS = ("d2t", "t2d", "mask_hidden", "midlayer")
 
 
 def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | None = None) -> Architecture:
@@ -73,19 +65,18 @@ def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | No
         "auto" that of the checkpoint's class, or the generic entry if the class has none.
 
     Raises:
-        PlanError: there is no such entry, or it is a draft model.
+        PlanError: there is no such entry.
     """
     if isinstance(requested, Architecture):
         return requested
     modules = [info.module for info in checkpoint.tensors.values()]
     if requested in MODELS:
         return with_layer_counts(fit_prefix(MODELS[requested], modules), checkpoint)
-    _refuse_draft(checkpoint)
     known = known_architecture(checkpoint)
     if requested == GENERIC.name or (requested == AUTO and known is None):
         return GENERIC
     if known is None or requested not in (None, AUTO):
-        raise _unknown(requested or checkpoint.architecture, checkpoint)
+        raise _unknown(requested or checkpoint.architecture)
     return with_layer_counts(known, checkpoint)
 
 
@@ -99,33 +90,8 @@ def known_architecture(checkpoint: Checkpoint) -> Architecture | None:
     return find_entry(checkpoint.architecture, checkpoint.config, modules)
 
 
-def _refuse_draft(checkpoint: Checkpoint) -> None:
-    """Refuse a draft model. vLLM numbers its layers on from the target's, so that no ignore list can name them
-    (models/llama_eagle3.py:202, 325)."""
-    name = checkpoint.architecture
-    starts = {tensor.partition(".")[0]: tensor for tensor in checkpoint.tensors}
-    found = next((starts[start] for start in _OF_DRAFTS if start in starts), None)
-    if "layers" in starts:
-        found = found or starts.get("fc")
-    if _DRAFT_CLASS.fullmatch(name) is None and found is None:
-        return
-    because = f" ({found})" if found else ""
-    raise PlanError(
-        f"{name} is a draft model for speculative decoding{because}, which is not converted",
-        "convert its target, and serve the draft as it is beside it: vLLM takes it in --speculative-config, SGLang as "
-        "--speculative-draft-model-path",
-    )
-
-
-def _unknown(name: str, checkpoint: Checkpoint) -> PlanError:
+def _unknown(name: str) -> PlanError:
     """The error for a class without an entry."""
-    body = find_body(name, checkpoint.config)[0]
-    if body is not None:
-        return PlanError(
-            f"{name} is not a known architecture; its body is that of {body.name}, and its head is not known",
-            f"--architecture {body.name} plans the body; leave the head as it is with --ignore",
-        )
-
     nearest = "none has a name like it"
     if near := difflib.get_close_matches(name, MODELS):
         nearest = f"the nearest are {', '.join(near)}"
@@ -384,8 +350,6 @@ def _indivisible_length(
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # How many names an error lists for each problem.
 _MOST_NAMED = 100
-# What torch puts before all names of a model that DistributedDataParallel or torch.compile wraps.
-_WRAPPERS = ("module.", "_orig_mod.")
 # Of a model that peft has wrapped.
 _PEFT = re.compile(r"\.(?:lora_\w+|base_layer|original_module|modules_to_save)\.")
 
@@ -411,8 +375,7 @@ def sort_tensors(
         All tensors by file name of the shard, and the weights among them that may be quantized by full module name.
 
     Raises:
-        PlanError: a tensor matches no pattern, or several, or its dtype or shape is not what the entry expects; or all
-            names have the prefix of a wrapper.
+        PlanError: a tensor matches no pattern, or several, or its dtype or shape is not what the entry expects.
     """
     is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
 
@@ -458,7 +421,6 @@ def sort_tensors(
 
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
-        _refuse_wrapped(checkpoint.tensors)
         _raise_misfits(entry.model, shape_errors)
 
     return items, layers
@@ -508,16 +470,6 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
         layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
 
     return StackedTensor(info, tuple(layers))
-
-
-def _refuse_wrapped(names: Iterable[str]) -> None:
-    """Refuse a checkpoint whose tensors all have the prefix of a wrapper."""
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in names):
-            raise PlanError(
-                f"all names begin with {prefix}: the wrapped model was saved",
-                "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)",
-            )
 
 
 def _refuse_unmerged(names: Iterable[str]) -> None:

@@ -7,28 +7,22 @@
 Engines do not check that in quantized models: vLLM loads one that lacks a layer, and computes noise. What the class has
 is data (registry/architecture.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
 the same in all tensors that have it.
-
-Last, tokens of a tokenizer that have no row in the input embedding: engines read whatever lies behind it.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import SourceError
-from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
+from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
 from ..patterns import collapse
 from ..registry.architecture import (
     ANY,
-    EMBEDDING,
     HEAD,
     MTP_LAYER,
     TASK_HEAD,
@@ -94,22 +88,16 @@ class _Layers:
                 self.present[name] = found
         self.numbers = {number for found in self.present.values() for number in found}
 
-    def alike(
-        self, values: Mapping[str, list[str]]
-    ) -> dict[tuple[frozenset[str], tuple[tuple[str, str], ...]], list[int]]:
-        """Return the layers that have the same names and values, by both.
-
-        Args:
-            values: what config.json says of each layer, by the child of the layer that it decides about.
-        """
+    def alike(self) -> dict[frozenset[str], list[int]]:
+        """Return the numbers of the layers that have the same names, by these names."""
         names_of: dict[int, set[str]] = {number: set() for number in sorted(self.numbers)}
         for name, found in self.present.items():
             for number in found:
                 names_of[number].add(name)
-        groups: dict[tuple[frozenset[str], tuple[tuple[str, str], ...]], list[int]] = {}
+
+        groups: dict[frozenset[str], list[int]] = {}
         for number, names in names_of.items():
-            said = tuple((child, of_layers[number]) for child, of_layers in values.items() if number < len(of_layers))
-            groups.setdefault((frozenset(names), said), []).append(number)
+            groups.setdefault(frozenset(names), []).append(number)
         return groups
 
 
@@ -174,9 +162,9 @@ class _Comparer:
         else:
             absent = (number for number in range(length) if number not in stored.numbers)
             self.losses += [Loss(prefix, number, "", fewest) for number in absent]
-        before = len(self.losses)
-        for (names, values), numbers in stored.alike(self._values_of(layers, length)).items():
-            kind = _closest_kind(kinds, layers, dict(values), names)
+
+        for names, numbers in stored.alike().items():
+            kind = _closest_kind(kinds, names)
             expected = {name: self._count(rule) for name, rule in kind.items()}
             within = [number for number in numbers if number < length]
             self.losses += [
@@ -185,27 +173,8 @@ class _Comparer:
                 for number in within
             ]
             self._compare_counts(stored, kind, within)
-            self._compare_uncounted(stored, kind, within)
-        if len(self.losses) == before:
-            self._compare_occurrences(prefix, layers, stored)
+
         return length * fewest, False
-
-    def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
-        """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
-        values: dict[str, list[str]] = {}
-        for child, (key, _) in layers.choices.items():
-            said = self.config.by_layer(key, min(length, _MOST_LOST))
-            if said is not None:
-                values[child] = said
-        return values
-
-    def _compare_occurrences(self, prefix: str, layers: LayerList, stored: _Layers) -> None:
-        """Compare in how many layers the tensors are that not all layers have."""
-        for name, expression in layers.occurrences.items():
-            sizes = self.config.size(expression)
-            found = len(stored.present.get(name, ()))
-            if sizes and found < min(sizes):
-                self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
 
     def _count(self, rule: TensorRule) -> int:
         if not rule.repeats:
@@ -242,32 +211,6 @@ class _Comparer:
 
         for number in sorted(short):
             self.losses += self._lost_experts(stored.prefix, number, counts)
-
-    def _compare_uncounted(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
-        """Compare how many experts layers have that config.json does not count."""
-        uncounted = {
-            name: rule.repeats
-            for name, rule in kind.items()
-            if rule.repeats and rule.repeats.startswith(ANY) and name in stored.present
-        }
-        for number in numbers:
-            counts = {
-                name: self.config.of_layer(repeats[1:], number) or self._experts_of(f"{stored.prefix}.{number}", name)
-                for name, repeats in uncounted.items()
-                if stored.present[name][number]
-            }
-            most = max(counts.values(), default=0)
-            # Looking for each expert by its name takes seconds where there are tens of thousands.
-            if any(stored.present[name][number] < most for name in counts):
-                self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(counts, most))
-
-    def _experts_of(self, layer: str, name: str) -> int:
-        """How many experts a layer has: as many as its router has rows, or else one more than the last one's number."""
-        module = name.partition(".*")[0].rpartition(".")[0]
-        for router in ("gate.weight", "gate_weight"):
-            for _, info in self.stored.find(f"{layer}.{module}.{router}"):
-                return info.shape[0]
-        return 1 + max(int(found[0]) for found, _ in self.stored.find(f"{layer}.{name}"))
 
     def _lost_experts(self, prefix: str, number: int, counts: Mapping[str, int]) -> Iterator[Loss]:
         """Name the experts that a layer lacks; counts: how many there must be, by their names below the layer."""
@@ -333,35 +276,22 @@ def _shape_of(info: TensorInfo) -> str:
     return f"{info.name} is {list(info.shape)}"
 
 
-def _closest_kind(
-    kinds: list[dict[str, TensorRule]], layers: LayerList, values: Mapping[str, str], names: frozenset[str]
-) -> dict[str, TensorRule]:
+def _closest_kind(kinds: list[dict[str, TensorRule]], names: frozenset[str]) -> dict[str, TensorRule]:
     """Return the kind of layer that stored names are closest to, for each child of the layer by itself."""
 
     def distance(rules: Mapping[str, TensorRule], stored: Collection[str]) -> tuple[int, int]:
         return len(rules.keys() - stored), len(set(stored) - rules.keys())
 
-    stored = {child: list(names_of) for child, names_of in _children(dict.fromkeys(names)).items()}
+    stored = _children(dict.fromkeys(names))
     by_child = [_children(kind) for kind in kinds]
-    closest: dict[str, dict[str, TensorRule]] = {}
-    possible = set(range(len(kinds)))
-    for child in dict.fromkeys(child for kind in by_child for child in kind):
-        numbers = set(range(len(kinds)))
-        chosen = layers.choices[child][1].get(values[child]) if child in values else None
-        if chosen is not None:
-            numbers = set(chosen)
-            possible &= {
-                number
-                for number, kind in enumerate(by_child)
-                if any((child in kind) == (child in by_child[one]) for one in numbers)
-            }
-        choices = [by_child[number][child] for number in sorted(numbers) if child in by_child[number]]
-        if choices:
-            closest[child] = min(choices, key=lambda rules: distance(rules, stored.get(child, ())))
-    wholes = [
-        {name: rule for child in by_child[number] for name, rule in closest.get(child, {}).items()}
-        for number in sorted(possible) or range(len(kinds))
-    ]
+    closest = {
+        child: min(
+            (kind[child] for kind in by_child if child in kind),
+            key=lambda rules: distance(rules, stored.get(child, {})),
+        )
+        for child in dict.fromkeys(child for kind in by_child for child in kind)
+    }
+    wholes = [{name: rule for child in kind for name, rule in closest[child].items()} for kind in by_child]
     return min(wholes, key=lambda rules: distance(rules, names))
 
 
@@ -484,23 +414,6 @@ def _lost_mtp_layers(entry: ModuleRules, tensors: Iterable[TensorInfo], text: Ma
         yield f"its MTP layers, and {counts[0]} is {short_repr(text[counts[0]])}"
 
 
-def check_layer_count(text: Mapping[str, Any]) -> None:
-    """Refuse a number of decoder layers that is none.
-
-    Args:
-        text: the language model's part of config.json, as text_config returns it.
-
-    Raises:
-        SourceError: num_hidden_layers is not a whole number.
-    """
-    count = text.get("num_hidden_layers")
-    if count is not None and (type(count) is not int or count < 0):
-        raise SourceError(
-            f"config.json gives num_hidden_layers {short_repr(count)}, which is no number of layers",
-            "correct it, or download config.json again",
-        )
-
-
 def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
     """One text for each kind of loss: "model.layers.{3..5}.mlp (9 tensors)"."""
     texts: list[str] = []
@@ -545,7 +458,6 @@ def _reason(entry: ModuleRules, path: str) -> str | None:
 
 
 _KEY = re.compile(r"[#~]?[A-Za-z_][\w.]*")
-_BY_LAYER = re.compile(r"(.*?)([@<%]?)(\d?)")
 _TIED = "tie_word_embeddings"
 
 
@@ -612,30 +524,6 @@ class ConfigSizes:
             part = config_value(self._config, parent)
         return isinstance(part, Mapping) and last in part
 
-    def by_layer(self, key: str, length: int) -> list[str] | None:
-        """Return what a key says of each layer, as LayerList.choices has keys; None if config.json does not say it."""
-        path, kind, first = _BY_LAYER.fullmatch(key).groups()  # type: ignore[union-attr]
-        said = self.value(path)
-        if kind == "@" and isinstance(said, list):
-            return [str(number + int(first) in said) for number in range(length)]
-        if not kind and isinstance(said, (list, str)) and len(said) >= length:
-            return list(map(str, said[:length]))
-        count = max(self.size(path) or (0,))
-        if count and kind == "<":
-            return [str(number < count) for number in range(length)]
-        if count and kind == "%":
-            return [str(number % count == 0) for number in range(length)]
-        return None
-
-    def of_layer(self, key: str, layer: int) -> int:
-        """Return the number that "key@1" has for a layer: in a list, one place after it; 0 if config.json has none."""
-        path, _, places = key.partition("@")
-        said = self.value(path)
-        if not isinstance(said, list):
-            return 0
-        number = next(iter(said[layer + int(places) :]), 0)
-        return number if type(number) is int else 0
-
     def size(self, expression: str) -> frozenset[int] | None:
         """Return the numbers that a size may be; None if config.json does not say it."""
         if expression not in self._sizes:
@@ -696,85 +584,3 @@ def _factor(factor: str, numbers: Mapping[str, int | float]) -> int | float:
     if factor in numbers:
         return numbers[factor]
     return int(factor)
-
-
-# Text models keep the tokenizer of their multimodal sisters, whose tokens for images they never see.
-_OTHER_MODALITY = re.compile("image|audio|video|vision|speech", re.IGNORECASE)
-# The last token of a vocabulary, which stands before the merges.
-_LAST_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*:\s*(\d{1,9})\s*\}\s*,\s*$')
-_LONGEST_TOKEN = 500
-
-
-class Token(NamedTuple):
-    """A token: its number, its text, and the file that says so."""
-
-    number: int
-    text: str
-    file: str
-
-
-def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo]) -> list[str]:
-    """Compare the largest token of a tokenizer with the rows of the input embedding.
-
-    Args:
-        root: directory of the checkpoint.
-        entry: what the registry says of each module of the architecture.
-        tensors: all tensors, with quantized weights as those that they decode to.
-
-    Returns:
-        One sentence if a token has no row; empty if all have one, or if there is no tokenizer.
-    """
-    tables = [info for info in tensors if len(info.shape) == 2 and entry.rule(info.module).keep == EMBEDDING.why]
-    table = max(tables, key=lambda info: info.shape[0], default=None)
-
-    try:
-        tokens = [token for token in _tokens(root) if not _OTHER_MODALITY.search(token.text)]
-    except SourceError:
-        # Damaged files are found by those that read them.
-        return []
-
-    last = max(tokens, default=None)
-    if table is None or last is None or last.number < table.shape[0]:
-        return []
-    return [
-        f"{last.file} does not fit the tensors: token {short_repr(last.text)} has number {last.number}, and "
-        f"{table.name} is {list(table.shape)}"
-    ]
-
-
-def _tokens(root: Path) -> Iterable[Token]:
-    """The added tokens of a tokenizer, and the last one of its vocabulary; of a large file only these are parsed."""
-    name = "tokenizer.json"
-    if (root / name).is_file():
-        data = read_small(root / name, name, MAX_INDEX)
-        yield from _added_tokens(data, name)
-        end = max(0, data.rfind(b'"merges"'))
-        match = _LAST_TOKEN.search(data[max(0, end - _LONGEST_TOKEN) : end].decode(errors="replace"))
-        if match:
-            yield Token(int(match[2]), json.loads(match[1], strict=False), name)
-        return
-
-    name = "tokenizer_config.json"
-    if (root / name).is_file():
-        added = parse_json(read_small(root / name, name), name)
-        decoder = config_value(added, "added_tokens_decoder")
-        if not isinstance(decoder, dict):
-            decoder = {}
-        for number, token in decoder.items():
-            if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
-                yield Token(int(number), str(token.get("content")), name)
-
-
-def _added_tokens(data: bytes, name: str) -> Iterable[Token]:
-    start = data.find(b'"added_tokens"')
-    opened = data.find(b"[", start)
-    end = data.find(b'"normalizer"', opened)
-    if start < 0 or opened < 0:
-        return
-    try:
-        added, _ = json.JSONDecoder().raw_decode(data[opened : end if end > 0 else None].decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return
-    for token in added:
-        if isinstance(token, dict) and type(token.get("id")) is int:
-            yield Token(token["id"], str(token.get("content")), name)

@@ -11,9 +11,8 @@ from fnmatch import fnmatchcase
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.model_files import INDEX_FILE, SINGLE_FILE
-from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
 from ..formats.quantization import find_quantization
-from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
+from ..formats.schemes import INT8_W8A16, MIXED, Scheme
 from ..patterns import collapse
 from ..registry.architecture import Architecture, ModuleRules, Refusal, SGLangLimits, is_embedding, is_head
 from ..version import SGLANG, VLLM
@@ -339,9 +338,6 @@ def is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
     return is_said or not any(is_head(info.module) for info in checkpoint.tensors.values())
 
 
-_SENTENCE_TRANSFORMERS = {"modules.json", "config_sentence_transformers.json"}
-
-
 def entry_notes(model: Architecture) -> list[str]:
     """Return a note on how an entry outside the registry was made.
 
@@ -403,30 +399,6 @@ def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:
     return [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
 
 
-def mlx_notes(model: Architecture, schemes: Iterable[Scheme]) -> list[str]:
-    """Return a note on an output that mlx-lm loads without an error and computes wrongly.
-
-    Args:
-        model: the architecture's entry.
-        schemes: all schemes of the output.
-
-    Returns:
-        A list of one sentence; empty if mlx-lm reads the output, or refuses it.
-    """
-    # Of other formats than those measured mlx-lm refuses all.
-    misread = [
-        scheme.name
-        for scheme in schemes
-        if MLX_LM.get(scheme.name) == "misread" and scheme.method == SCHEMES[scheme.name].method
-    ]
-    if model.name not in MLX_LM_CLASSES or not misread:
-        return []
-    return [
-        f"{MLX_LM_VERSION} misreads {', '.join(misread)} of this class without an error: give it what `openquant "
-        "dequantize` makes of the output"
-    ]
-
-
 def output_notes(
     checkpoint: Checkpoint, weights: Collection[Weight], entry: ModuleRules, decisions: Decisions, options: PlanOptions
 ) -> list[str]:
@@ -442,7 +414,7 @@ def output_notes(
     Returns:
         Sentences for the user.
     """
-    notes = [*engine_notes(entry, decisions), *mlx_notes(entry.model, decisions.schemes)]
+    notes = engine_notes(entry, decisions)
 
     if options.fp8_kv_cache:
         notes += serving_notes(entry.model, decisions)
@@ -452,8 +424,7 @@ def output_notes(
             "give --kv-cache fp8 here so that engines do by default"
         )
 
-    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions)]
-    notes += [*_pooling_notes(checkpoint, decisions), *_head_notes(decisions, options)]
+    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions), *_head_notes(decisions, options)]
 
     several = len({scheme.name for scheme in decisions.schemes}) > 1
     notes += dict.fromkeys(
@@ -488,23 +459,6 @@ def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
     if not names:
         return []
     return [f"left out, as engines refuse them: {', '.join(collapse(names))}"]
-
-
-def _pooling_notes(checkpoint: Checkpoint, decisions: Decisions) -> list[str]:
-    """A note on a quantized output head of an embedding model or reranker.
-
-    vLLM (models/adapters.py:125-131, 538-541) serves these without the head, or with an unquantized one.
-    """
-    files = _SENTENCE_TRANSFORMERS & checkpoint.files.keys()
-    if not (files or checkpoint.config.get("classifier_from_token")):
-        return []
-    if not any(is_head(weight.module) for weight, _ in decisions.kinds):
-        return []
-    said_by = min(files, default="config.json")
-    return [
-        f"{said_by} says that this is an embedding model or reranker, and vLLM serves none with a quantized output "
-        "head: leave --quantize-lm-head out"
-    ]
 
 
 def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:

@@ -57,7 +57,7 @@ from .assign import (
     refuse_size,
     why_no_input_scale,
 )
-from .completeness import check_layer_count, completeness_notes, token_misfits
+from .completeness import completeness_notes
 from .decisions import (
     FEW_AXES,
     Decisions,
@@ -332,7 +332,6 @@ class Planner:
         options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
 
         config = text_config(decoded, model)
-        check_layer_count(config)
 
         # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except
         # for embeddings, output heads and routers.
@@ -395,7 +394,6 @@ def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleR
         *source_notes(checkpoint, entry.model),
         *unmerged,
         *completeness_notes(entry, tensors, decoded.config, text_config(decoded, entry.model)),
-        *token_misfits(checkpoint.root, entry, tensors),
     )
 
 

@@ -15,7 +15,7 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
 
     "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
     "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
-    "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}, {}]}: a LayerList
+    "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..]]}: a LayerList
     "some":     {"model.vision_tower": [["vision_config", true]]}: parts of which a tensor must be there, if ..
     "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
@@ -25,7 +25,7 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
 
 A size is a sum of products of keys and numbers, where "#key" is the length of a key's list and "~key" a key's binary
 logarithm, or "?1": one that no key says, which is the same wherever it stands. A number in a name is `*` where
-config.json counts it. "*" is not compared; "*key@1" counts experts or blocks by a list, that of layer 0 second.
+config.json counts it. "*" is not compared.
 """
 
 from __future__ import annotations
@@ -785,17 +785,10 @@ class LayerList(NamedTuple):
     Attributes:
         length: the size that counts its layers.
         kinds: for each kind of layer, its tensors by their names below the layer.
-        choices: for children of a layer, such as "mlp", a key that says something of each layer, and the places in
-            `kinds` of those that each value goes with. "layer_types" is a list with a value for each layer,
-            "moe_layers@1" one of the numbers of some, from 1 on, "dense_layers<" the number of those that come first,
-            and "frequency%" the distance between some.
-        occurrences: for tensors that not all layers have, the size that counts the layers that do.
     """
 
     length: str
     kinds: tuple[dict[str, TensorRule], ...]
-    choices: dict[str, tuple[str, dict[str, list[int]]]]
-    occurrences: dict[str, str]
 
 
 class ClassTensors(NamedTuple):
@@ -847,10 +840,7 @@ def find_class_tensors(name: str) -> ClassTensors | None:
         }
 
     lists = {
-        prefix: LayerList(
-            sizes[length], tuple(map(rules, kinds)), choices, {name: sizes[count] for name, count in counts.items()}
-        )
-        for prefix, (length, kinds, choices, counts) in data["lists"].items()
+        prefix: LayerList(sizes[length], tuple(map(rules, kinds))) for prefix, (length, kinds) in data["lists"].items()
     }
     return ClassTensors(
         name,

@@ -35,7 +35,7 @@ from ..options import Check, verb
 from ..patterns import collapse, template
 from ..plan.architecture import find_architecture, known_architecture, text_config
 from ..plan.assign import DirectoryChoice
-from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
+from ..plan.completeness import compare_with_class
 from ..plan.decisions import PlanOptions, gptq_weights
 from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
 from ..registry.architecture import Architecture, ModuleRules
@@ -737,17 +737,12 @@ def model_problems(entry: ModuleRules, tensors: Collection[TensorInfo], checkpoi
         A sentence for each problem.
     """
     config = text_config(checkpoint, entry.model)
-    try:
-        check_layer_count(config)
-    except SourceError as error:
-        return [error.message]
     comparison = compare_with_class(entry, tensors, checkpoint.config, config)
     if comparison is None:
         return []
     return [
         *(f"the shards lack {text}" for text in comparison.lost),
         *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
-        *token_misfits(checkpoint.root, entry, tensors),
     ]
 
 

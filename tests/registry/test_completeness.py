@@ -19,8 +19,11 @@ from openquant.registry.architecture import MTP_LAYER, ModuleRules, find_class_t
 from support import small_checkpoints
 from support.representatives import representatives
 
-# What may be lost without a word: parts that transformers does not build.
+# What may be lost without a word: parts that transformers does not build, and those that a layer need not have.
 UNNAMED = {
+    "DeepseekV4ForCausalLM": r"layers\.[\d*]+\.attn\.(compressor|indexer)",
+    "Gemma3nForCausalLM": r"model\.layers\.[\d*]+\.self_attn\.[kv]_(norm|proj)",
+    "MiniMaxM3SparseForConditionalGeneration": r"language_model\.model\.layers\.[\d*]+\.self_attn\.index_[kq]_",
     "AXK1ForCausalLM": r"model\.layers\.0\.post_mlp_layernorm",
     "DeciLMForCausalLM": r"model\.layers\.[0*]\.(self_attn|input_layernorm)",
     "FunASRForConditionalGeneration": r"audio_adaptor\.blocks\.1",
