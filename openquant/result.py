@@ -78,7 +78,7 @@ class Result:
         resumed: whether an earlier run was continued, or had completed the output.
         not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
-        unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
+        unread_shards: number of shards that were not checked for this, as an earlier run converted them.
         notes: remarks on the plan and on the model, as the command prints them after "note:". The last names
             layers whose weights are all zero.
         engines: the engines that load the output: ["vLLM", "SGLang"].

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
-from .convert.conversion import WeightFindings, check_written, convert
+from .convert.conversion import WeightFindings, convert
 from .distributed import Ranks
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
@@ -47,9 +47,8 @@ class Outcome:
         resumed: whether it continued an earlier run.
         already_complete: whether the earlier run had left nothing to do.
         published: where the model was pushed; None if it was not.
-        findings: what it found in the weights that this run converted, and in shards that an earlier run finished;
-            complete in the first rank only.
-        unread_shards: number of shards that were not checked for those, since an earlier run moved them to the Hub.
+        findings: what it found in the weights that this run converted; complete in the first rank only.
+        unread_shards: number of shards that were not checked for those, since an earlier run converted them.
     """
 
     resumed: bool = False
@@ -147,7 +146,8 @@ class _Writer:
                 self.job = replace(self.job, plan=ranks.all_do(lambda: apply_gptq(self.job, corpus)))
             self._report_start(unfinished)
             findings = self._convert_shards(unfinished)
-            unread_shards = ranks.first_does(lambda: self._finish_output(unfinished, findings))
+            unread_shards = len(self.job.plan.layout.shards) - len(unfinished)
+            ranks.first_does(lambda: self._finish_output(findings))
 
         published = ranks.all_do(lambda: self._publish(unfinished))
         if corpus is not None and ranks.first:
@@ -249,35 +249,19 @@ class _Writer:
         self.job.ranks.check()
         self.job.reporter.on_advance(nbytes)
 
-    def _finish_output(self, unfinished: Sequence[str], findings: WeightFindings) -> int:
+    def _finish_output(self, findings: WeightFindings) -> None:
         """Write all other files, check the output and mark it as finished.
 
         Args:
-            unfinished: the shards that this run converted.
-            findings: what was found in their weights; what shards of an earlier run show is added.
-
-        Returns:
-            The number of shards of an earlier run that cannot be checked, since they are on the Hub.
+            findings: what was found in the weights that this run converted.
         """
         job = self.job
-        layout = job.plan.layout
-        unread_shards = 0
-
-        for name in {shard.name for shard in layout.shards}.difference(unfinished):
-            if (job.target / name).is_file():
-                earlier = check_written(job.target / name, layout.lay_out(name))
-                findings.not_finite.update(earlier.not_finite)
-                findings.zero_layers.update(earlier.zero_layers)
-                findings.lost_layers.update(earlier.lost_layers)
-            else:
-                unread_shards += 1
 
         self._write_others(findings.lost_layers)
         # A run that only pushes has deleted the shards that are on the Hub.
         if not (job.run.push and job.run.push.only):
             _check_finished(job.target, job.plan, self.claim.resumed)
         self.claim.finish()
-        return unread_shards
 
     def _write_others(self, lost_layers: Set[str]) -> None:
         """Write all files but shards, after checking that the source did not change during the run. The card names

@@ -242,63 +242,6 @@ def convert(
     return _Conversion(plan, shards, transfer, output, device, progress, loops(fast)).run(workers)
 
 
-def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
-    """Look for what a conversion would have found in a finished shard, as far as the shard shows it.
-
-    Args:
-        path: the shard.
-        layout: file name, header and tensors that the plan has for it.
-
-    Returns:
-        The NaN and infinities in unquantized tensors, those of nothing but zeros, and the quantized layers of which
-        nearly all codes stand for zero, but for those with zero points. Why they do, the shard does not show.
-
-    Raises:
-        SourceError: the shard cannot be read.
-    """
-    findings = WeightFindings()
-    buffer = np.empty(BUFFER, np.uint8)
-
-    with SourceFile(path, layout.name) as file:
-        for write in layout.writes:
-            match write:
-                case CopyTensor() | CopyRounded():
-                    tensor = write.tensor
-                case Unstack() | TransformWeight():
-                    tensor = _tensor(write.weight)
-                case Encode():
-                    findings.lost_layers.update(_lost_layers(file, write))
-                    continue
-                case _:
-                    continue
-
-            for low in range(0, tensor.nbytes, BUFFER):
-                piece = buffer[: min(BUFFER, tensor.nbytes - low)]
-                file.read(piece, write.target + low, tensor.name)
-                if isinstance(write, CopyRounded):
-                    findings.look_at_rounded(tensor, write.zero, piece)
-                else:
-                    findings.look_at(tensor, piece)
-
-    return findings
-
-
-def _lost_layers(file: SourceFile, write: Encode) -> Iterator[str]:
-    """Yield modules of which a finished shard shows that nearly all codes stand for zero."""
-    fmt = write.scheme.format
-    if fmt.zero_point is not None:
-        return
-    for piece in write.pieces:
-        lost = LostWeights(fmt, piece.weight.shape[0])
-        pitch = fmt.number.nbytes(piece.weight.shape[1])
-        codes = np.empty((len(lost.rows), pitch), np.uint8)
-        for place, row in enumerate(lost.rows):
-            file.read(codes[place], piece.target + row * pitch, piece.weight.module)
-        lost.add(codes, None, None)
-        if lost.unusual:
-            yield piece.weight.module
-
-
 def _tensor(weight: Weight) -> TensorInfo:
     """Return the tensor as which an unquantized weight is written."""
     name = weight.source.name if weight.expert < 0 else f"{weight.module}.weight"

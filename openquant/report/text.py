@@ -284,10 +284,7 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
         remark = "with NaN, or infinity in a weight, a model answers NaN"
         notes.append(f"note: of the tensors that are not quantized {listed}: {remark}")
     if unread:
-        notes.append(
-            f"note: {count_of(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and "
-            "infinity"
-        )
+        notes.append(f"note: {count_of(unread, 'shard')} of an earlier run, not looked at for NaN and infinity")
     return [terminal(note) for note in notes]
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import run_openquant, tree
+from conftest import run_openquant
 from openquant import compress
 from openquant.convert import conversion
-from openquant.files.output import OutputDirectory
 from support import small_checkpoints
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
@@ -50,32 +49,6 @@ def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path, monkey
     # Pieces of a tensor are summed up.
     monkeypatch.setattr(conversion, "BUFFER", 512)
     assert compress(source, tmp_path / "pieces").not_finite == FOUND
-
-
-def test_a_run_that_is_continued_names_those_of_finished_shards(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stop(Exception):
-        pass
-
-    publish, left = OutputDirectory.publish, [0]
-
-    def stopping(self: OutputDirectory, name: str) -> None:
-        publish(self, name)
-        left[0] -= name.endswith(".safetensors")
-        if not left[0]:
-            raise Stop
-
-    compress(source, tmp_path / "whole")
-    for finished in (2, SHARDS):
-        out, left[0] = tmp_path / str(finished), finished
-        with monkeypatch.context() as patched:
-            patched.setattr(OutputDirectory, "publish", stopping)
-            with pytest.raises(Stop):
-                compress(source, out, workers=1)
-        result = compress(source, out)
-        assert result.resumed and result.not_finite == FOUND
-        assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> None:
