@@ -561,7 +561,6 @@ class _Worker:
                 powers = scheme.format.scale.power_of_two or exact is not None
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, powers)
                 zero_point = self.reader.zero_points(weight, low, count)
-                self.reader.check_codes(weight, low, codes, scale, zero_point)
 
                 if exact is not None:
                     scale = divided_scales(scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item())

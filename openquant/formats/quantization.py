@@ -72,7 +72,6 @@ class Quantization:
         expressions: the regular expressions among the targets.
         ignored: the ignore list; empty for methods of which the tensors show what is quantized.
         settings: the whole config, with None in place of each ignore list.
-        problems: messages about settings that contradict each other or that no engine accepts.
         by_parent: whether a target also names all modules below it, unless a longer target does.
     """
 
@@ -82,7 +81,6 @@ class Quantization:
     expressions: Expressions
     ignored: Ignored
     settings: dict[str, Any]
-    problems: tuple[str, ...]
     by_parent: bool = False
 
     @property
@@ -186,11 +184,6 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
 
     method = str(settings.get("quant_method"))
-    if method in _REFUSED:
-        raise UsageError(
-            f"config.json has weights of {_REFUSED[method]}", f"{UNQUANTIZED}, which the model card names as base_model"
-        )
-
     if method not in _READERS:
         methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
@@ -234,11 +227,6 @@ def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], st
 
 
 def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
-    problems = []
-    activations = settings.get("activation_scheme")
-    if activations not in ("static", "dynamic"):
-        problems.append(f"config.json: activation_scheme is {json.dumps(activations)}, neither dynamic nor static")
-
     size = settings.get("weight_block_size")
     block = None
     if size is not None:
@@ -257,26 +245,17 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
         fmt = BLOCK.format
         inputs = {**_FP8, "strategy": "group", "group_size": block[0]}
     scale = replace(fmt.scale, power_of_two=settings.get("scale_fmt") == "ue8m0")
-    fmt = replace(fmt, group=block or fmt.group, scale=scale, static=activations == "static")
+    fmt = replace(fmt, group=block or fmt.group, scale=scale, static=settings.get("activation_scheme") == "static")
 
     lists = {key: _names(settings, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
 
-    if all(lists.values()):
-        for first, second in (IGNORE_KEYS[:2], IGNORE_KEYS[1::-1]):
-            names = set(lists[second])
-            problems += [
-                f"config.json: {first} lists {name}, {second} does not" for name in lists[first] if name not in names
-            ]
-
     ignored = Ignored(key, lists[key], by_experts=True)
 
     inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
 
-    return Quantization(
-        method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), tuple(problems)
-    )
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings))
 
 
 def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantization:
@@ -308,7 +287,7 @@ def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantizat
 
     ignored = Ignored("ignore", _names(settings, "ignore"), by_experts=False)
     expressions = Expressions(target for targets, _ in groups for target in targets)
-    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings), ())
+    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings))
 
 
 _KNOWN_GROUPS = (
@@ -490,7 +469,7 @@ def _make_mixed(
 def _alone(method: str, settings: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
     """Return a config with one format for all layers; the tensors, not its ignore list, show what is quantized."""
     ignored = Ignored("ignore", (), by_experts=False)
-    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), ())
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings))
 
 
 def _all_of(fmt: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
@@ -517,10 +496,6 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.
     "fbgemm_fp8": lambda method, settings: _alone(method, settings, CHANNEL.format, CHANNEL.group["input_activations"]),
 }
-
-
-# By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py).
-_REFUSED = {"hqq": "HQQ, whose zero points are no whole numbers"}
 
 
 def _is_block(size: object) -> TypeGuard[list[int]]:

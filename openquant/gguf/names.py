@@ -7,7 +7,7 @@ transformers builds the tokenizer. How a byte-level vocabulary splits text into 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,9 +182,6 @@ def place_tensors(
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 # Those that split as GPT-2 does, which is what transformers' GPT2Tokenizer does.
 _GPT2 = ("gpt-2", "gpt2")
-# What a vocabulary has in place of a space: byte-level ones the first, those of SentencePiece the second.
-_BYTE_LEVEL_SPACE = "\u0120"
-_SPACE = "\u2581"
 _NO_TOKENIZER = "start from the model's Hugging Face directory"
 
 
@@ -249,20 +246,9 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
     finally:
         link.unlink()
 
-    _check_vocabulary(file.name, str(kind), tokenizer.get_vocab())
     if kind == "gpt2" and split in _SINGLE_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         )
 
     tokenizer.save_pretrained(directory)
-
-
-def _check_vocabulary(name: str, kind: str, tokens: Iterable[str]) -> None:
-    """Refuse a vocabulary of another kind than the tokenizer's: it builds, and splits every text wrongly."""
-    space = {"gpt2": _BYTE_LEVEL_SPACE}.get(kind, _SPACE)
-    if not any(token.startswith(space) for token in tokens):
-        raise SourceError(
-            f"{name} has the tokenizer {kind!r}, but its vocabulary is of another kind: no token begins with {space!r}",
-            _NO_TOKENIZER,
-        )

@@ -7,7 +7,6 @@ config.json without what they say could be wrong.
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import tempfile
@@ -70,8 +69,8 @@ def open_gguf(path: Path) -> OpenedGguf:
     types = ggml_types()
     files = _all_files(path.absolute())
     headers = [read_gguf_header(file, file.name, types) for file in files]
-    _check_split(files, headers)
-    owners, tensors = _all_tensors(files, headers)
+    owners = {name: number for number, header in enumerate(headers) for name in header.tensors}
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     metadata = headers[0].metadata
     name = path.name
     architecture, entry = find_gguf_architecture(metadata, name)
@@ -150,20 +149,6 @@ def _checkpoint(
     )
 
 
-def _all_tensors(files: list[Path], headers: list[GgufHeader]) -> tuple[dict[str, int], dict[str, GgufTensor]]:
-    """Return the number of the file that holds each tensor, and the tensors, by name."""
-    owners: dict[str, int] = {}
-    tensors: dict[str, GgufTensor] = {}
-    for number, header in enumerate(headers):
-        for name, tensor in header.tensors.items():
-            if name in tensors:
-                both = f"{files[owners[name]].name} and in {files[number].name}"
-                raise SourceError(f"{name} is in {both}", "download or copy the files again")
-            owners[name] = number
-            tensors[name] = tensor
-    return owners, tensors
-
-
 def _all_files(path: Path) -> list[Path]:
     """Return the files of a model, which are several if the name says so."""
     split = _SPLIT.fullmatch(path.name)
@@ -182,20 +167,6 @@ def _all_files(path: Path) -> list[Path]:
             if not file.exists():
                 raise SourceError(f"{file.name} is missing from {file.parent}", "download or copy it again")
     return files
-
-
-def _check_split(files: list[Path], headers: list[GgufHeader]) -> None:
-    """Refuse files whose metadata say that they are other parts than their names do."""
-    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
-        part = header.metadata.get("split.no", 0)
-        count = header.metadata.get("split.count", 0)
-        # Older files that are whole have a count of 0 or 1, or none.
-        if (part, max(count, 1) if isinstance(count, int) else count) != (number, len(files)):
-            raise SourceError(
-                f"{file.name} says that it is part {short_repr(part)} of {short_repr(count)} (split.no and "
-                "split.count)",
-                "give files their first names: NAME-00001-of-00003.gguf and so on",
-            )
 
 
 def _shards(tensors: list[tuple[int, PlacedTensor]]) -> Iterator[list[tuple[int, PlacedTensor]]]:
@@ -231,9 +202,6 @@ HEAD = "output.weight"
 _MOST_LAYERS = 10_000
 # Values of these keys follow from others; they are compared with them.
 _CHECKED = ("attention.value_length", "rope.dimension_count")
-# Sizes that no tensor bounds, in contrast to all other numbers. Layers that are all experts have no dense one.
-_UNBOUNDED = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", "intermediate_size")
-_FLOATS = ("rms_norm_eps", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping")
 _SCALING = "rope.scaling."
 # Keys of rope.scaling in metadata and in config.json.
 _SCALING_KEYS = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
@@ -280,7 +248,6 @@ def gguf_config(
     """
     architecture, entry = find_gguf_architecture(metadata, name)
     keys = {**COMMON, **entry.keys}
-    largest = max((max(tensor.shape) for tensor in tensors.values()), default=0)
 
     config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}
     checked = {}
@@ -292,7 +259,6 @@ def gguf_config(
             continue
 
         if rest in keys:
-            _require_number(value, key, keys[rest], largest, name)
             config[keys[rest]] = value
         elif rest in _CHECKED:
             checked[rest] = value
@@ -328,7 +294,7 @@ def gguf_config(
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, int):
         config.setdefault("vocab_size", tokens)
-    if not 1 <= config.get("vocab_size", 0) <= largest:
+    if "vocab_size" not in config:
         raise SourceError(f"{name} has no vocabulary (tokenizer.ggml.tokens)", _NOT_REBUILT)
 
     for key, config_key in _TOKENS.items():
@@ -337,16 +303,6 @@ def gguf_config(
         config[config_key] = token if type(token) is int and 0 <= token < config["vocab_size"] else None
 
     return {**config, "tie_word_embeddings": HEAD not in tensors, "dtype": "bfloat16"}
-
-
-def _require_number(value: Any, key: str, config_key: str, largest: int, name: str) -> None:
-    """Refuse what is no number of its kind, and sizes that the file's tensors cannot have."""
-    if config_key in _FLOATS:
-        sound = isinstance(value, float) and math.isfinite(value) and value > 0
-    else:
-        sound = type(value) is int and 1 <= value <= (1 << 31 if config_key in _UNBOUNDED else largest)
-    if not sound:
-        raise SourceError(f"{name}: {key} is {short_repr(value)}, which its tensors contradict", _NOT_REBUILT)
 
 
 def _check(

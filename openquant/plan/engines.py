@@ -475,28 +475,17 @@ def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:
 
 
 def _requantized_notes(decisions: Decisions) -> list[str]:
-    """Notes about layers whose codes could be kept if the scheme had their zero points or act-order."""
-    zero_points = act_order = divided = 0
-    for layer, scheme in decisions.quantized:
-        form = layer.format
-        divided += layer.divides_into(scheme.format)
-        if form is None or (form.number, form.group) != (scheme.format.number, scheme.format.group):
-            continue
-        if form.columns is not None and form.columns.act_order:
-            act_order += 1
-        elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
-            zero_points += 1
-
-    notes = []
-
-    if divided:
-        notes.append(
-            f"{divided} layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of "
-            "fused layers is more than 2^17 times the smallest, which are quantized again"
-        )
-    if zero_points:
-        notes.append(f"{zero_points} layers have zero points and are quantized again; --asymmetric keeps their codes")
-    if act_order:
-        notes.append(f"{act_order} layers have act-order (g_idx) and are quantized again")
-
-    return notes
+    """A note about layers whose codes could be kept if the scheme had their zero points."""
+    layers = [
+        layer
+        for layer, scheme in decisions.quantized
+        if layer.format is not None
+        and layer.format.zero_point is not None
+        and not (layer.format.columns and layer.format.columns.act_order)
+        and (layer.format.number, layer.format.group) == (scheme.format.number, scheme.format.group)
+        and scheme.group_size is not None
+        and not scheme.asymmetric
+    ]
+    if not layers:
+        return []
+    return [f"{len(layers)} layers have zero points and are quantized again; --asymmetric keeps their codes"]

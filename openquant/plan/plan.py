@@ -633,12 +633,6 @@ def make_kept_plan(
             notes.append(f"the FP8 KV cache of the source is not in the output's config: {error.message}")
 
     options = replace(options, head=any(is_head(weight.module) for weight in weights.values()))
-    if any(fmt.global_scale is not None and not fmt.global_scale.divides for fmt in keeps):
-        notes.append(
-            "global scales are one over those of the source, rounded to float32 (by 6e-8 of them at most); codes and "
-            "scales of groups are the source's bytes"
-        )
-
     plan = make_plan(checkpoint, scheme, options, identity, architecture, SourceChoice(options, keeps))
     return replace(plan, notes=(*plan.notes, *notes))
 
@@ -686,19 +680,9 @@ def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
 
 def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> str:
     """Say how a weight is stored: "FP8 with one scale per 64x64 block, F32 scales, FP8 activations"."""
-    fmt = weight.format
-    scale = weight.scale
-    assert fmt is not None
-
-    parts = [f"{fmt.number.title} with {fmt.label}"]
-    if scale is not None:
-        parts.append(f"{scale.dtype} scales")
-    if fmt.columns and fmt.columns.act_order:
-        parts.append("inputs in any order (act-order)")
-    if weight.rank_rows is not None:
-        parts.append("stored per tensor-parallel rank")
-    if inputs is None:
-        parts.append("activations as they are")
-    else:
-        parts.append(f"{inputs.number.title} activations")
-    return ", ".join(parts)
+    assert weight.format is not None and weight.scale is not None
+    activations = "16-bit"
+    if inputs is not None:
+        activations = inputs.number.title
+    stored = f"{weight.format.number.title} with {weight.format.label}"
+    return f"{stored}, {weight.scale.dtype} scales, {activations} activations"

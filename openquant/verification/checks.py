@@ -51,7 +51,7 @@ def check_headers(
     Raises:
         SourceError: the index cannot be read.
     """
-    findings = Findings(ours, list(quantization.problems))
+    findings = Findings(ours)
     scheme = check_settings(checkpoint, quantization, findings)
     codes_and_scales = list(pairs(checkpoint.tensors, quantization))
 

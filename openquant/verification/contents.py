@@ -358,8 +358,6 @@ class _Worker:
                 findings = self.reading.findings
                 layers = findings.zero_layers if comparison is None else findings.lost_layers
                 layers.add(weight.module)
-        if scale is not None and decodable and fmt is not None:
-            self.output.check_values(weight, scale)
         if comparison is None or original is None:
             return
 

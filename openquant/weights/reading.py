@@ -129,8 +129,7 @@ class Reader:
             Bits of rows in `weight.dtype`, uint16 or uint32 [n, in], `rows_at_once`, overwritten by the next.
 
         Raises:
-            SourceError: the weight cannot be read, a code is NaN, a scale is not valid, or codes decode to values that
-                overflow bfloat16.
+            SourceError: the weight cannot be read, a code is NaN, or a scale is not valid.
         """
         step = rows_at_once(weight, multiple)
         transform = weight.transform
@@ -200,40 +199,6 @@ class Reader:
                 "the weights are damaged: download or copy the file again",
             )
 
-    def check_codes(self, weight: Weight, low: int, codes: Bytes, scale: Floats, zero: Floats | None) -> None:
-        """Refuse codes that decode to values which overflow bfloat16. They are decoded only if a scale is so large.
-
-        Args:
-            weight: the weight.
-            low: the row that the codes start at.
-            codes: uint8, the codes of whole rows.
-            scale: the scales of these rows, float32 [grid rows, grid columns].
-            zero: their zero points, of the same shape; None for symmetric formats.
-
-        Raises:
-            SourceError: a value overflows.
-        """
-        assert weight.format is not None
-        if np.abs(scale).max() >= _overflowing_scale(weight.format):
-            rows = codes.reshape(-1, weight.row_bytes)
-            self._decode(weight, rows, scale, zero, low, np.empty((len(rows), weight.shape[1]), np.float32))
-
-    def check_values(self, weight: Weight, scale: Floats) -> None:
-        """Refuse a weight that decodes to values which overflow bfloat16. It is read only if a scale is so large.
-
-        Args:
-            weight: the weight.
-            scale: its scales, float32 of any shape, the global scale applied.
-
-        Raises:
-            SourceError: a value overflows, or the weight cannot be read.
-        """
-        assert weight.format is not None
-        if np.abs(scale).max() >= _overflowing_scale(weight.format):
-            for matrix in weight.matrices:
-                for _ in self.rows(matrix, 1):
-                    pass
-
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
         fmt = weight.format
         assert fmt is not None
@@ -246,15 +211,6 @@ class Reader:
                 zero = zero[:, index]
 
         self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
-
-        largest = np.abs(scale).max()
-        if largest >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():
-            extent = weight.extent(self.where)
-            raise SourceError(
-                f"{extent.label} in {extent.shard} decodes to weights that overflow bfloat16: "
-                f"{weight.parts[1].name} reaches {largest:g}",
-                "the scales are damaged: download or save them again",
-            )
 
     def read_codes_unchecked(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> int | None:
         """Read the codes of whole rows, and look for NaN.
@@ -566,14 +522,6 @@ def _read_columns(source: SourceFile, extent: Extent, at: int, into: Bytes) -> N
     """Fill `into` [stored rows, bytes] with a piece of each stored row, from byte `at` of the row on."""
     for number, piece in enumerate(into):
         source.read(piece, extent.offset + number * extent.pitch + at, extent.label)
-
-
-def _overflowing_scale(fmt: Format) -> np.float32:
-    """Return the smallest magnitude of a scale at which the largest code overflows bfloat16."""
-    largest = fmt.number.largest
-    if fmt.zero_point is not None:
-        largest *= 2
-    return np.float32(OVERFLOW / np.float32(largest))
 
 
 def check_scales(scale: Floats, name: str, shard: str, least: float, signed: bool = False) -> None:

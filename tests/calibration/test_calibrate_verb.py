@@ -205,8 +205,8 @@ def test_a_mixture_has_the_scales_that_engines_fuse(tmp_path: Path) -> None:
     out, reporter = tmp_path / "out", Recording()
     plan = compress(root, out, activation_scheme="static", calibration=tmp_path / "x", reporter=reporter)
     assert (
-        f"no token was routed to 2 experts, which use the scale of the others of their layer: {experts}.{{1,3}}; "
-        "more texts (--samples) would reach them"
+        "no token was routed to 2 experts, which use the scale of the others of their layer; more texts (--samples) "
+        "would reach them"
     ) in reporter.of_plan
 
     def largest(*names: str) -> np.float32:
@@ -362,17 +362,3 @@ def test_inputs_of_another_width_are_refused(calibration: Path, tmp_path: Path) 
             compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **each)
         assert re.fullmatch(said, caught.value.message), each
         assert not (tmp_path / "out").exists()
-
-
-def test_magnitudes_beyond_float32_are_a_two_line_error(
-    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
-    Path("x").write_bytes(seen.to_bytes())
-    words = ["compress", "-m", str(EXAMPLE), "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x"]
-    assert main(words) == 2
-    assert capsys.readouterr().err == (
-        "error: x: magnitudes of keys or values of layer 0 are negative or not finite\n"
-        "hint: make it again: openquant calibrate MODEL -o FILE\n"
-    )

@@ -172,13 +172,6 @@ def test_a_scheme_is_known_by_its_config() -> None:
         settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
         assert read_quantization({"quantization_config": settings}).scheme is scheme
         assert as_written(scheme, settings), scheme.suffix
-    # An older output has no sentence.
-    for scheme in (TENSOR, TENSOR_STATIC):
-        settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
-        del settings["scale_fmt"]
-        assert read_quantization({"quantization_config": settings}).scheme is scheme
-        assert as_written(scheme, settings)
-        assert not as_written(scheme, settings | {"scale_fmt": "one scale"})
     assert not as_written(BLOCK, BLOCK.settings | dict.fromkeys(BLOCK.ignored_keys) | SENTENCE)
 
 

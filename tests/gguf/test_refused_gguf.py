@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 import openquant
 from openquant.errors import SourceError, UsageError
 from openquant.gguf.source import open_gguf
-from support.gguf_files import BYTE_TOKENS, split_gguf, write_gguf
+from support.gguf_files import write_gguf
 
 F32 = GGMLQuantizationType.F32
 
@@ -95,14 +95,12 @@ def test_damaged_and_hostile_headers_are_refused(tmp_path: Path) -> None:
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {}, "m.gguf has the architecture 'mamba'; read are llama, qwen2,"),
     ("llama", {"block_count": None}, "m.gguf lacks the metadata key llama.block_count"),
-    ("llama", {"block_count": 1 << 31}, "m.gguf: llama.block_count is 2147483648, which its tensors contradict"),
     ("llama", {"block_count": 100}, "m.gguf claims 100 layers and 1 experts, and holds 21 tensors"),
     ("llama", {"block_count": 3}, "m.gguf lacks blk.2."),
     ("llama", {"block_count": 1}, "m.gguf holds blk.1.attn_norm.weight, blk.1.ffn_norm.weight, blk.1.attn_q.weight and 6 more, which LlamaForCausalLM has no place for"),
     ("llama", {"rope.dimension_count": "x"}, "m.gguf: llama has heads of 'x' dimensions"),
     ("llama", {"feed_forward_length": 256}, "m.gguf: blk.0.ffn_gate.weight is [512, 256], but model.layers.0.mlp.gate_proj.weight of LlamaForCausalLM is made from [256, 256]"),
     ("llama", {"attention.head_count_kv": 2}, "m.gguf: blk.0.attn_k.weight is [128, 256], but model.layers.0.self_attn.k_proj.weight of LlamaForCausalLM is made from [256, 256]"),
-    ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "m.gguf: llama.attention.layer_norm_rms_epsilon is nan, which its tensors contradict"),
     ("llama", {"rope.dimension_count": 64}, "m.gguf: blk.0.attn_q.weight is [256, 256], but"),
     ("llama", {"expert_count": 8}, "m.gguf: no key of config.json is known for llama.expert_count = 8"),
     ("llama", {"rope.scaling.type": "longrope"}, "m.gguf: no rope_scaling of config.json is known for llama's rope.scaling.type = 'longrope'"),
@@ -124,11 +122,6 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
     ({"pre": "unheard-of"}, "m.gguf: it is not known how the tokenizer 'unheard-of' (tokenizer.ggml.pre) splits text"),
     ({"tokens": None}, "m.gguf has no vocabulary (tokenizer.ggml.tokens)"),
     ({"merges": ["h"]}, "m.gguf: its tokenizer cannot be built: "),
-    (
-        {"model": "llama", "pre": None, "merges": None, "scores": [-float(n) for n in range(len(BYTE_TOKENS))]},
-        "m.gguf has the tokenizer 'llama', but its vocabulary is of another kind: no token begins with '▁'",
-    ),
-    ({"tokens": [token.replace("Ġ", "▁") for token in BYTE_TOKENS], "merges": ["h e"]}, "m.gguf has the tokenizer 'gpt2', but its vocabulary is of another kind: no token begins with 'Ġ'"),
 ]  # fmt: skip
 
 
@@ -186,11 +179,3 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(SourceError, match="m.gguf changed while it was being converted"):
         openquant.dequantize(tmp_path / "m.gguf", tmp_path / "out", reporter=Truncates())
     assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_other_tensors_of_the_same_name_in_two_parts_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    split_gguf(tmp_path / "m.gguf", tmp_path, 2, both=("token_embd.weight",))
-    message = "^token_embd.weight is in m-00001-of-00002.gguf and in m-00002-of-00002.gguf$"
-    with pytest.raises(SourceError, match=message):
-        open_gguf(tmp_path / "m-00001-of-00002.gguf")

@@ -83,10 +83,10 @@ def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, 
 
 def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, layer = small_checkpoints.write(tmp_path / "a", FALCON), "transformer.h.0.self_attention.query_key_value"
-    note = "engines sort rows by heads, which leaves 2 of 8 layers (18.2 % of their bytes) unquantized"
+    note = "blocks do not divide, which leaves 2 of 8 layers (18.2 % of their bytes) unquantized"
     plan = plan_of(root, BLOCK)
     assert summary.schemes(plan) == {BLOCK: 6}
-    assert plan.notes[0] == f"{note}; --scheme tensor or channel quantizes them too"
+    assert plan.notes[0] == f"{note}; --scheme channel quantizes them too"
     assert layer in ignored_layers(plan)
     assert summary.schemes(plan_of(root, BLOCK_COMPRESSED)) == {BLOCK_COMPRESSED: 6, CHANNEL: 2}
     assert summary.schemes(plan_of(root, TENSOR)) == {TENSOR: 8}
@@ -99,7 +99,7 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     # The next smaller groups are of no help, and nothing says that they were taken.
     plan = plan_of(bloom, INT4_W4A16)
     assert summary.schemes(plan) == {INT4_W4A16: 6}
-    assert plan.notes[0].startswith("engines sort rows by heads, which leaves 2 of 8 layers")
+    assert plan.notes[0].startswith("groups do not divide, which leaves 2 of 8 layers")
     # What queries are joined with is what is sorted.
     telechat = small_checkpoints.write(tmp_path / "c", TELECHAT2)
     plan = plan_of(telechat, TENSOR)

@@ -268,7 +268,7 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     )
     assert [note for note in plan.notes if "does not fit" not in note] == [
         "blocks do not divide, which leaves 6 of 14 layers (35.5 % of their bytes) unquantized; "
-        "--scheme tensor or channel quantizes them too"
+        "--scheme channel quantizes them too"
     ]
     assert summary.quantized_tensors(plan_of(root, TENSOR)) == 14
 
@@ -533,7 +533,7 @@ def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) ->
     assert summary.parallel_sizes(plan) == [1, 2]
     assert plan.notes == (
         "blocks do not divide on 2 ranks, which leaves 6 of 14 layers (22.2 % of their bytes) unquantized; "
-        "--scheme tensor or channel quantizes them too",
+        "--scheme channel quantizes them too",
     )
     # What needs no blocks needs no way out.
     for scheme in (TENSOR, CHANNEL, TENSOR_COMPRESSED):

@@ -120,7 +120,7 @@ def test_codes_cannot_be_kept_and_other_scales_and_sizes_are_refused(tmp_path: P
         compress(source, tmp_path / "out", "keep")
     assert caught.value.message == (
         "compressed-tensors has no layout for model.layers.0.self_attn.qkv_proj.weight: FP8 with one scale per 128x128 "
-        "block, F32 scales, stored per tensor-parallel rank, FP8 activations"
+        "block, F32 scales, FP8 activations"
     )
     # Sizes that account for no rows.
     text = (source / "config.json").read_text()
