@@ -63,7 +63,9 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F16":
-        return np.take(_f16_values(), bits, mode="clip")
+        # Some may be signalling NaNs.
+        with np.errstate(invalid="ignore"):
+            return bits.view(np.float16).astype(np.float32)
     return bits.view(np.float32)
 
 
@@ -199,11 +201,7 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point:
         number: numeric format of the codes.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
-    if number.bits in (4, 8):
-        values = bytes_of(number)
-        np.take(values, codes, out=out.view(values.dtype), mode="clip")
-    else:
-        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
+    np.take(number.values(), unpack(codes, number), out=out, mode="clip")
     if zero_point is not None:
         out -= zero_point
     with np.errstate(over="ignore"):
@@ -309,7 +307,10 @@ def unpack(codes: Codes, number: Number) -> Codes:
     if number.bits == 8:
         return codes
     if number.bits == 4:
-        return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+        pair = [codes & 15, codes >> 4]
+        if number.high_first:
+            pair.reverse()
+        return np.stack(pair, axis=-1).reshape(len(codes), -1)
 
     of_eight = np.zeros((codes.size // number.bits, 8), np.uint8)
     packed = codes.reshape(-1, number.bits)
@@ -501,34 +502,6 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
         if wrong is not None:
             return low + int(wrong.argmax())
     return None
-
-
-@cache
-def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
-    """Return the value of every stored byte.
-
-    Args:
-        number: numeric format of codes of 4 or 8 bits.
-
-    Returns:
-        float32 [256]; or complex64 [256] where a byte has two codes, with the first one's value as the real part.
-    """
-    values = number.values()
-    if number.bits == 8:
-        return values
-    byte = np.arange(256)
-    pair = [values[byte & 15], values[byte >> 4]]
-    if number.high_first:
-        pair.reverse()
-    # numpy looks up a pair of float32 in one step if it is a complex number.
-    return np.stack(pair, axis=1).view(np.complex64).reshape(256)
-
-
-@cache
-def _f16_values() -> Floats:
-    """Return the value of every float16, float32 [65536]; a look-up is twice as fast as numpy's conversion."""
-    with np.errstate(invalid="ignore"):  # some are signalling NaNs
-        return np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:

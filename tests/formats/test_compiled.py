@@ -137,7 +137,6 @@ def test_without_a_cache_loops_are_compiled_again() -> None:
 
 def test_without_a_compiler_loops_are_numpy_s(tmp_path: Path) -> None:
     """Or with one that is installed, but for another numpy."""
-    assert ran(ALONE, NUMBA_DISABLE_JIT="1") == ("numpy\n", "")
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
