@@ -145,7 +145,6 @@ class Draft:
         data["outside"] = outside
         data["parts"] = parts_of(self.builds.config)
         data["derived"] = derived_sizes(self.builds)
-        data["built"] = all(".experts." in name for name in self.builds.extra)
         return data
 
     def _layer_count(self, prefix: str) -> str | None:

@@ -79,9 +79,6 @@ WEIGHTS = (".weight", "_proj")
 # Bytes that tell nearly always that others than the first occur.
 PROBED = 1 << 12
 
-# Copies of at least this many bytes are the first writes of a shard, so that other workers are busy meanwhile.
-LONG = 128 << 20
-
 Progress = Callable[[int], None]
 
 
@@ -155,18 +152,7 @@ class WeightFindings:
                 self.not_finite[name] = self.not_finite.get(name, NonFinite()) + count
 
         # Of a norm that is stored as its difference from 1, zeros are sound.
-        if name.endswith(WEIGHTS) and len(tensor.shape) > 1 and _has_only(0, data):
-            self._add_zeros(tensor, data.nbytes)
-
-    def look_at_rounded(self, tensor: TensorInfo, zero: int | None, data: Bytes) -> None:
-        """Look for nothing but codes of zero in a piece of a tensor that GPTQ has rounded.
-
-        Args:
-            tensor: its name in the output, dtype and shape.
-            zero: the byte that packed codes of zero repeat; None if there is no such byte, or for scales.
-            data: the piece.
-        """
-        if zero is not None and _has_only(zero, data):
+        if name.endswith(WEIGHTS) and len(tensor.shape) > 1 and _is_zero(data):
             self._add_zeros(tensor, data.nbytes)
 
     def _add_zeros(self, tensor: TensorInfo, nbytes: int) -> None:
@@ -174,12 +160,12 @@ class WeightFindings:
         with self.lock:
             self.zero_bytes[tensor.name] += nbytes
             if self.zero_bytes[tensor.name] == tensor.nbytes:
-                self.zero_layers.add(tensor.name.removesuffix("_packed").removesuffix(".weight"))
+                self.zero_layers.add(tensor.name.removesuffix(".weight"))
 
 
-def _has_only(value: int, data: Bytes) -> bool:
-    """Return whether all bytes have a value."""
-    return bool((data[:PROBED] == value).all() and (data == value).all())
+def _is_zero(data: Bytes) -> bool:
+    """Return whether all bytes are zero."""
+    return not data[:PROBED].any() and not data.any()
 
 
 class ShardTransfer(Protocol):
@@ -248,10 +234,6 @@ def _tensor(weight: Weight) -> TensorInfo:
     return TensorInfo(name, weight.source.dtype, weight.shape)
 
 
-def _is_long_copy(write: Write) -> bool:
-    return isinstance(write, CopyTensor) and write.tensor.nbytes >= LONG
-
-
 class _Stopped(Exception):
     """Ends a worker because another one failed or the user interrupted."""
 
@@ -290,7 +272,7 @@ class _Conversion:
             file = ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish)
             self.files[shard.name] = file
             file.open()
-            for write in sorted(layout.writes, key=lambda write: not _is_long_copy(write)):
+            for write in layout.writes:
                 yield file, write
 
     def _finish(self, shard: str) -> None:
@@ -435,8 +417,6 @@ class _Worker:
             source.read(piece, offset + done, name)
             if isinstance(write, CopyTensor):
                 self.findings.look_at(write.tensor, piece)
-            else:
-                self.findings.look_at_rounded(write.tensor, write.zero, piece)
             buffer.send(file, piece, write.target + done)
             done += piece.nbytes
             self.conversion.advance(piece.nbytes if isinstance(write, CopyTensor) else 0)
@@ -704,15 +684,10 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
                     problems.append(f"{info.name} is {written.get_dtype()} {written.get_shape()}")
 
                 fmt = formats.get(info.name.rpartition(".")[0])
-                if fmt is not None and is_scale_tensor(info):
-                    signed = fmt.signed_scales
-                    if info.dtype in ("BF16", "F8_E4M3"):
-                        # numpy has neither of the two, so the library cannot read them into it.
-                        sound = has_sound_scales(path, offset, info, signed)
-                    else:
-                        sound = _is_sound(file.get_tensor(info.name), signed)
-                    if not sound:
-                        problems.append(f"{info.name} is not finite and {'not zero' if signed else 'positive'}")
+                is_scale = fmt is not None and info.name.rpartition(".")[2].startswith(_SCALE_NAMES)
+                if fmt is not None and is_scale and not _has_sound_scales(path, offset, info, fmt.signed_scales):
+                    kind = "not zero" if fmt.signed_scales else "positive"
+                    problems.append(f"{info.name} is not finite and {kind}")
                 offset += info.nbytes
 
     except SafetensorError as error:
@@ -722,35 +697,14 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
 
 
-def is_scale_tensor(info: TensorInfo) -> bool:
-    """Return whether a tensor holds scales of weights or activations, going by its name alone.
-
-    Args:
-        info: name, dtype and shape of a tensor of a quantized layer.
-    """
-    return info.name.rpartition(".")[2].startswith(_SCALE_NAMES)
-
-
-def has_sound_scales(path: Path, offset: int, info: TensorInfo, signed: bool) -> bool:
-    """Return whether all scales of a tensor are finite and positive, or of either sign.
-
-    Args:
-        path: the file that contains the tensor.
-        offset: bytes from the start of the file to the tensor.
-        info: the tensor's name, dtype (any in which scales are stored) and shape.
-        signed: whether scales may be negative (`Format.signed_scales`).
-    """
-    return all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
-
-
-def _is_sound(scale: Floats, signed: bool) -> bool:
-    return bool(np.isfinite(scale).all() and (scale != 0 if signed else scale > 0).all())
-
-
-def _read_pieces(path: Path, offset: int, info: TensorInfo) -> Iterator[Floats]:
-    """Yield the values of a tensor, float32 [n], from at most PIECE bytes at a time."""
+def _has_sound_scales(path: Path, offset: int, info: TensorInfo, signed: bool) -> bool:
+    """Return whether all scales of a tensor at an offset of a file are finite and positive, or of either sign."""
     for low in range(0, info.nbytes, PIECE):
-        yield scale_values(np.fromfile(path, np.uint8, min(PIECE, info.nbytes - low), offset=offset + low), info.dtype)
+        data = np.fromfile(path, np.uint8, min(PIECE, info.nbytes - low), offset=offset + low)
+        scale = scale_values(data, info.dtype)
+        if not np.isfinite(scale).all() or not (scale != 0 if signed else scale > 0).all():
+            return False
+    return True
 
 
 def loops(fast: bool) -> Loops:

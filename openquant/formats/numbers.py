@@ -109,14 +109,6 @@ class Number(ABC):
             Codes, uint8 of the same shape, one per byte.
         """
 
-    @property
-    def zero_byte(self) -> int | None:
-        """The byte that packed codes of zero repeat: 0x88 for int4; None if their pattern is longer than a byte."""
-        if 8 % self.bits:
-            return None
-        code = int(self.encode(np.zeros(1, np.float32))[0])
-        return code * (0xFF // ((1 << self.bits) - 1))
-
     def decode(self, codes: Codes) -> Floats:
         """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
         return np.take(self.values(), codes, mode="clip")

@@ -1,6 +1,6 @@
 """Compares a checkpoint with what its class builds of this config.json: names, numbers of layers and experts, shapes.
 
-    lost, misfits, _ = compare_with_class(entry, decoded.tensors.values(), decoded.config, text)
+    lost, misfits = compare_with_class(entry, decoded.tensors.values(), decoded.config, text)
     lost       # ["model.layers.3.mlp (3 tensors)", "vision_tower (vision or audio, 436 tensors)"]
     misfits    # ["hidden_size is 512, and lm_head.weight is [512, 256]"]
 
@@ -24,7 +24,6 @@ from ..patterns import collapse
 from ..registry.architecture import (
     ANY,
     HEAD,
-    MTP_LAYER,
     TASK_HEAD,
     TOWER,
     ClassTensors,
@@ -33,13 +32,9 @@ from ..registry.architecture import (
     TensorRule,
     find_class_tensors,
 )
-from .architecture import Stored, config_value, mtp_layer_finder, under_stored_names
+from .architecture import Stored, config_value, under_stored_names
 
 _Value = TypeVar("_Value")
-# How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.
-_MOST_LOST = 1_000
-_MOST_EXPERTS = 10_000
-_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # What notes begin with that say nothing about a source.
 NOT_CHECKED = "completeness not checked"
 _TASK_HEAD = "the head of its task: no tensor is named score, classifier or the like"
@@ -51,12 +46,10 @@ class ClassComparison(NamedTuple):
     Attributes:
         lost: what the checkpoint lacks, a text for each loss.
         misfits: shapes and numbers that contradict config.json or each other, a sentence for each.
-        is_whole: whether transformers builds the class. If not, some of its tensors are only known by name.
     """
 
     lost: list[str]
     misfits: list[str]
-    is_whole: bool
 
 
 class Loss(NamedTuple):
@@ -156,12 +149,8 @@ class _Comparer:
         last = max(stored.numbers)
         if last >= length:
             self.misfits.append(f"{self.config.describe(layers.length)}, and the tensors have {prefix}.{last}")
-        if length - len(stored.numbers) > _MOST_LOST:
-            said = self.config.describe(layers.length)
-            self.misfits.append(f"{said}, and the tensors have {len(stored.numbers)} of {prefix}, the last {last}")
-        else:
-            absent = (number for number in range(length) if number not in stored.numbers)
-            self.losses += [Loss(prefix, number, "", fewest) for number in absent]
+        absent = (number for number in range(length) if number not in stored.numbers)
+        self.losses += [Loss(prefix, number, "", fewest) for number in absent]
 
         for names, numbers in stored.alike().items():
             kind = _closest_kind(kinds, names)
@@ -218,7 +207,7 @@ class _Comparer:
         lost: set[str] = set()
         for name, count in counts.items():
             stored = {numbers[0] for numbers, _ in self.stored.find(f"{prefix}.{number}.{name}")}
-            paths = {str(expert): name.replace("*", str(expert), 1) for expert in range(min(count, _MOST_EXPERTS))}
+            paths = {str(expert): name.replace("*", str(expert), 1) for expert in range(count)}
             expected |= dict.fromkeys(paths.values(), 1)
             lost |= {path for expert, path in paths.items() if expert not in stored}
         for path, tensors in _subtrees(expected, lost):
@@ -347,8 +336,7 @@ def compare_with_class(
     comparer = _Comparer(known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
     comparer.run()
     lost = [_TASK_HEAD] if _lacks_task_head(entry, tensors, config) else []
-    lost += _lost_mtp_layers(entry, tensors, text)
-    return ClassComparison([*lost, *_describe_losses(entry, comparer.losses)], comparer.misfits, known.is_built)
+    return ClassComparison([*lost, *_describe_losses(entry, comparer.losses)], comparer.misfits)
 
 
 def _with_parts_of(known: ClassTensors, entry: ModuleRules, config: Mapping[str, Any]) -> ClassTensors | None:
@@ -391,8 +379,6 @@ def completeness_notes(
         return [f"{NOT_CHECKED}: nothing says which tensors {entry.model.name} has"]
     notes = [f"the source lacks {text}" for text in comparison.lost]
     notes += [f"config.json does not fit the tensors: {text}" for text in comparison.misfits]
-    if not comparison.is_whole:
-        notes.insert(0, f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}")
     return notes
 
 
@@ -401,17 +387,6 @@ def _lacks_task_head(entry: ModuleRules, tensors: Iterable[TensorInfo], config: 
     if TASK_HEAD not in entry.model.keep or config.get("classifier_from_token"):
         return False
     return all(entry.rule(info.module).keep != TASK_HEAD.why for info in tensors)
-
-
-def _lost_mtp_layers(entry: ModuleRules, tensors: Iterable[TensorInfo], text: Mapping[str, Any]) -> Iterator[str]:
-    """The MTP layers that config.json counts, if none of them is there."""
-    counts = [key for key in _MTP_COUNTS if type(text.get(key)) is int and text[key] > 0]
-    has_mtp = entry.model.draft_layers is not None or MTP_LAYER in (keep.why for keep in entry.model.keep)
-    if not counts or not has_mtp:
-        return
-    is_mtp_layer = mtp_layer_finder(entry.model, dict(text))
-    if not any(is_mtp_layer(info.module) or entry.rule(info.module).keep == MTP_LAYER for info in tensors):
-        yield f"its MTP layers, and {counts[0]} is {short_repr(text[counts[0]])}"
 
 
 def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
@@ -424,19 +399,10 @@ def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
         else:
             layers_of.setdefault((loss.layers, loss.path), []).append(loss)
 
-    # What is lost in the same layers is one loss.
-    by_layers: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for (prefix, path), group in layers_of.items():
-        layers = tuple(f"{prefix}.{loss.layer}" for loss in group)
-        by_layers.setdefault(layers, []).append((path, sum(loss.tensors for loss in group)))
-    for layers, paths in by_layers.items():
-        where = collapse(layers)[0]
-        tensors = sum(number for _, number in paths)
-        below = collapse(path for path, _ in paths)
-        whole = f"{', '.join(below)} of {where}"
-        if len(below) == 1:
-            whole = f"{where}.{below[0]}".removesuffix(".")
-        texts.append(_describe_loss(whole, None, tensors))
+        [where] = collapse(f"{prefix}.{loss.layer}" for loss in group)
+        tensors = sum(loss.tensors for loss in group)
+        texts.append(_describe_loss(f"{where}.{path}".removesuffix("."), None, tensors))
     return texts
 
 

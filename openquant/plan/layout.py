@@ -46,14 +46,12 @@ class CopyRounded:
         place: where it lies.
         target: position in the output shard.
         consumed: bytes of the source that it stands for, for progress.
-        zero: the byte that packed codes of zero repeat; None if there is no such byte, or it holds no codes.
     """
 
     tensor: TensorInfo
     place: TensorPlace
     target: int
     consumed: int
-    zero: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,12 +453,9 @@ class _ShardWrites:
     ) -> Iterator[CopyRounded]:
         """Copies of the codes and scales that GPTQ wrote; the first one counts for all bytes of the source."""
         stored = weight.stored_nbytes
-        fmt = scheme.format
-        codes = f"{weight.module}.{fmt.codes}"
         for info in output_tensors(weight, scheme):
             if place := rounded.get(info.name):
-                zero = fmt.number.zero_byte if info.name == codes and fmt.zero_point is None else None
-                yield CopyRounded(info, place, self.targets[info.name], stored, zero)
+                yield CopyRounded(info, place, self.targets[info.name], stored)
                 stored = 0
 
     def _encode(self, weight: Weight, scheme: Scheme) -> Encode:

@@ -21,7 +21,6 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
     "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say
     "aliases":  {"num_experts": "num_local_experts"}: other names of keys
-    "built":    true: whether transformers builds all of it
 
 A size is a sum of products of keys and numbers, where "#key" is the length of a key's list and "~key" a key's binary
 logarithm, or "?1": one that no key says, which is the same wherever it stands. A number in a name is `*` where
@@ -803,7 +802,6 @@ class ClassTensors(NamedTuple):
         parts: the model types of the parts of config.json, which may be other models, by the part's key.
         derived: sizes of keys that config.json need not say.
         aliases: other names of keys.
-        is_built: whether transformers builds the class. If not, some of its tensors are only known by name.
     """
 
     name: str
@@ -814,7 +812,6 @@ class ClassTensors(NamedTuple):
     parts: dict[str, str]
     derived: dict[str, str]
     aliases: dict[str, str]
-    is_built: bool
 
 
 @cache
@@ -851,5 +848,4 @@ def find_class_tensors(name: str) -> ClassTensors | None:
         parts=data["parts"],
         derived=data["derived"],
         aliases=data["aliases"],
-        is_built=data["built"],
     )

@@ -27,8 +27,6 @@ OTHER_WEIGHTS = 0.98
 # than FEW_WEIGHTS it can turn round all.
 WRONG_SCALE = 1.9
 FEW_WEIGHTS = 64
-# The same of a whole row: GPTQ made one of 576 in SmolLM2-135M 0.46 times as large in nvfp4, 0.18 times in int2.
-WRONG_ROW = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,6 @@ class ErrorSum:
 
     Attributes:
         rounding: the noise that rounding to the nearest codes would have.
-        rows: number of rows so far.
-        other_rows: number of rows that are not the source's (WRONG_ROW), where the nearest codes would be.
-        first_other: index of the first of them, and its <source, output> / <source, source>; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -65,9 +60,6 @@ class ErrorSum:
         self.noise = 0.0
         self.rounding = 0.0
         self.largest = 0.0
-        self.rows = 0
-        self.other_rows = 0
-        self.first_other: tuple[int, float] | None = None
 
     def add(self, weights: Floats, error: Floats, nearest: Floats) -> None:
         """Add a piece of the layer.
@@ -82,20 +74,6 @@ class ErrorSum:
         self.noise += noise
         self.rounding += noise if nearest is error else energy(nearest)
         self.largest = max(self.largest, float(error.max()), -float(error.min()))
-
-        if nearest is not error and weights.shape[1] >= FEW_WEIGHTS:
-            self._count_others(weights, error, nearest)
-        self.rows += len(weights)
-
-    def _count_others(self, weights: Floats, error: Floats, nearest: Floats) -> None:
-        """Count rows of other weights."""
-        signals = row_energies(weights)
-        products = signals + _row_products(weights, error)
-        others = _are_others(signals, products) & ~_are_others(signals, signals + _row_products(weights, nearest))
-        self.other_rows += int(others.sum())
-        if self.first_other is None and others.any():
-            row = int(others.argmax())
-            self.first_other = self.rows + row, float(products[row] / signals[row])
 
     @property
     def times_rounding(self) -> float:
@@ -113,12 +91,6 @@ class ErrorSum:
         limit = min(OTHER_WEIGHTS, explained)
         if relative > limit:
             return f"has a relative error of {relative:.3g}, where GPTQ explains {limit:.3g}"
-        if self.first_other is not None:
-            row, factor = self.first_other
-            return (
-                f"holds other weights than the source's in row {row}, {factor:.3g} times as large along it "
-                f"({self.other_rows} of {self.rows} rows are others)"
-            )
         return None
 
     def of(self, module: str, shape: tuple[int, int]) -> LayerError:
@@ -361,18 +333,6 @@ def relative_error(signal: float, noise: float) -> float:
     if signal == 0:
         return float(noise > 0)
     return math.sqrt(noise / signal)
-
-
-def _row_products(left: Floats, right: Floats) -> npt.NDArray[np.float64]:
-    """Return the inner product of each row of two arrays, float32 [n, in], as float64 [n]."""
-    products: npt.NDArray[np.float64] = np.einsum("ij,ij->i", left, right, dtype=np.float64)
-    return products
-
-
-def _are_others(signals: npt.NDArray[np.float64], products: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return which rows are not the source's, given <source, source> and <source, output> of each."""
-    others: npt.NDArray[np.bool_] = (products > WRONG_ROW * signals) | (products < signals / WRONG_ROW)
-    return others
 
 
 def _runs(codes: Codes) -> Codes:
