@@ -10,7 +10,6 @@ decides whether a tensor is there. openquant/registry/architecture.py says what 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -29,8 +28,6 @@ from support import small_checkpoints, small_models
 
 # A part that a toggle adds with more tensors outside of lists than this is left out.
 _MOST_ADDED = 100
-# Parts that small models do not have whole, with what config.json says where there is one.
-_SOME = {"Gemma3nForConditionalGeneration": {"model.vision_tower": [["vision_config", True]]}}
 # Of classes that transformers builds by another's name: what the code beside the published weights says.
 _PUBLISHED_DEFAULTS = {("MiniCPMForCausalLM", "tie_word_embeddings"): True}
 # Tensors that transformers builds in any case, and vLLM (models/radio.py:170) where config.json has this key.
@@ -61,9 +58,6 @@ class Draft:
             default = self._default(key)
             if type(default) is int and default > 0:
                 data["derived"].setdefault(key, str(default))
-        data["some"] = _SOME.get(self.architecture, {})
-        for path, _ in itertools.chain(*data["some"].values()):
-            data["defaults"].setdefault(path, self._default(path) is True)
         data["aliases"] = {path: other for path, other in sorted(self.builds.aliases.items()) if path in keys}
         return data
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from ..convert.conversion import loops, worth_compiling
 from ..errors import SourceError
 from ..files.shardfile import TensorInfo
-from ..formats.format import Format, Group
-from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, Scales, choose_scales, choose_shared_scale, to_float32
+from ..formats.format import Format, Group, Scales
+from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, choose_scales, choose_shared_scale, to_float32
 from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import SCHEMES, Scheme
 from ..plan.plan import Plan

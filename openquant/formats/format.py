@@ -20,7 +20,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,18 @@ class Scale:
     floor: float = 2.0**-126
     of_zeros: float = 1.0
     unit: float = 1.0
+
+
+class Scales(NamedTuple):
+    """Scales and zero points of a weight: weight = (code value - zero point) * scale.
+
+    Attributes:
+        scale: scale of each group, float32 [rows / height, cols / width].
+        zero_point: zero point of each group, float32 of the same shape; None if the format has none.
+    """
+
+    scale: Floats
+    zero_point: Floats | None = None
 
 
 @final
@@ -450,7 +462,7 @@ class Format:
             return scale
         return scale / global_scale
 
-    def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
+    def ranges(self, low: Floats, high: Floats) -> Scales:
         """Compute the scale and zero point of each group from its range, extended to include zero.
 
         With 4 bits the scale is (high - low) / 15, as in compressed-tensors. Only for formats with zero points.
@@ -470,7 +482,7 @@ class Format:
         # Zero points follow from the unrounded scale (compressed-tensors, quantization/utils/helpers.py:106-108).
         exact = np.maximum(half / np.float32(self.number.span), np.float32(self.scale.floor))
         zero_point = self.number.nearest(-np.float32(self.number.largest) - low / exact)
-        return self.scales(half), zero_point
+        return Scales(self.scales(half), zero_point)
 
     def encode_scales(self, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
         """Encode scales as they are stored.

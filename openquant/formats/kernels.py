@@ -18,7 +18,7 @@ takes the scale with the least squared error of the weights. Integers have one c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import kernels
-from .format import Format, Group, grid_of
+from .format import Format, Group, Scales, grid_of
 from .numbers import E4M3, Codes, Floats, Number, lanes, nearest_bfloat16
 from .schemes import Scheme
 
@@ -386,7 +386,8 @@ def best_scales(
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
         groups = np.arange(low, low + weights.shape[1])
         weighting = None if importance is None else np.take(importance.T, groups % len(importance), axis=1)
-        chosen[part] = _best(weights, unclipped[part], scales[:, part], number, weighting)
+        candidates = map(Scales, scales[:, part])
+        chosen[part] = _best(weights, Scales(unclipped[part]), candidates, number, weighting).scale
     return chosen
 
 
@@ -436,30 +437,37 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
         columns[column + 1 : high] += coefficients[column, column + 1 : high, None] * errors[column]
 
 
-def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None) -> Floats:
+def _best(
+    weights: Floats, unclipped: Scales, candidates: Iterable[Scales], number: Number, weighting: Floats | None
+) -> Scales:
     """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
     # In units of the unclipped scale no square overflows or underflows.
-    weights /= unclipped
-    chosen = unclipped
-    least = np.full(unclipped.shape, np.inf, np.float32)
+    weights /= unclipped.scale
+    best, best_zero_point = unclipped
+    least = np.full(best.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
 
-    for scale in scales:
-        relative = scale / unclipped
+    for scale, zero_point in candidates:
+        relative = scale / unclipped.scale
         np.multiply(weights, np.float32(1) / relative, out=quotients)
+        if zero_point is not None:
+            quotients += zero_point
         quotients -= number.nearest(quotients)
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
 
         # With a single column numpy would sum pairwise, in another order.
-        total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
+        total = quotients.sum(axis=0) if len(scale) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
 
         error = total * relative * relative
-        chosen = np.where(error < least, scale, chosen)
+        better = error < least
+        best = np.where(better, scale, best)
+        if zero_point is not None and best_zero_point is not None:
+            best_zero_point = np.where(better, zero_point, best_zero_point)
         least = np.minimum(error, least)
 
-    return chosen
+    return Scales(best, best_zero_point)
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
@@ -515,18 +523,6 @@ def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
 # enough for the cache.
 GROUPS = 1 << 16
 WEIGHTS = 1 << 18
-
-
-class Scales(NamedTuple):
-    """Scales and zero points of a weight: weight = (code value - zero point) * scale.
-
-    Attributes:
-        scale: scale of each group, float32 [rows / height, cols / width].
-        zero_point: zero point of each group, float32 of the same shape; None if the format has none.
-    """
-
-    scale: Floats
-    zero_point: Floats | None = None
 
 
 def choose_scales(
@@ -646,52 +642,21 @@ def _choose_with_zero_points(
 
     for low in range(0, len(bits), step):
         groups = to_float32(bits[low : low + step], dtype).reshape(-1, width)
-        if len(clip_ratios) == 1:
-            ratio = np.float32(clip_ratios[0])
-            best = fmt.ranges(groups.min(axis=1) * ratio, groups.max(axis=1) * ratio)
-        else:
+        least = groups.min(axis=1)
+        most = groups.max(axis=1)
+        best = fmt.ranges(least, most)
+        if len(clip_ratios) > 1:
             # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
+            columns = np.array(groups.T, order="C")
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
-            best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed)
+            tried = (fmt.ranges(least * np.float32(ratio), most * np.float32(ratio)) for ratio in clip_ratios)
+            best = _best(columns, best, tried, fmt.number, weighed)
 
-        for grid, values in zip((scale, zero_point), best, strict=True):
-            grid[low : low + step] = values.reshape(-1, shape[1])
+        assert best.zero_point is not None
+        scale[low : low + step] = best.scale.reshape(-1, shape[1])
+        zero_point[low : low + step] = best.zero_point.reshape(-1, shape[1])
 
     return Scales(scale, zero_point)
-
-
-def _search_with_zero_points(
-    fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
-) -> tuple[Floats, Floats]:
-    """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
-    low = weights.min(axis=0)
-    high = weights.max(axis=0)
-    unclipped, best_zero_point = fmt.ranges(low, high)
-
-    # In units of the unclipped scale no square overflows or underflows.
-    weights /= unclipped
-    best = unclipped
-    least = np.full(unclipped.shape, np.inf, np.float32)
-    quotients = np.empty_like(weights)
-
-    for ratio in clip_ratios:
-        scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
-        relative = scale / unclipped
-        np.multiply(weights, np.float32(1) / relative, out=quotients)
-
-        quotients += zero_point
-        quotients -= fmt.number.nearest(quotients)
-        quotients *= quotients
-        if weighting is not None:
-            quotients *= weighting
-
-        error = quotients.sum(axis=0) * relative * relative
-        better = error < least
-        best = np.where(better, scale, best)
-        best_zero_point = np.where(better, zero_point, best_zero_point)
-        least = np.minimum(error, least)
-
-    return best, best_zero_point
 
 
 def _relative_importance(importance: Floats, width: int) -> Floats:

@@ -80,7 +80,7 @@ def open_gguf(path: Path) -> OpenedGguf:
     rope = tensors.get(ROPE_FACTORS)
     factors = None if rope is None else _read_vector(files[owners[rope.name]], rope, types[rope.type_id])
     with errors_only(), readable():
-        config, expected = model_tensors(gguf_config(metadata, tensors, factors, name), name)
+        config, expected = model_tensors(gguf_config(architecture, metadata, tensors, factors, name), name)
         placed = place_tensors(architecture, entry, config, expected, tensors, name)
         root = Path(tempfile.mkdtemp(prefix="openquant-gguf-"))
         try:
@@ -232,11 +232,16 @@ def find_gguf_architecture(metadata: Mapping[str, Any], name: str) -> tuple[str,
 
 
 def gguf_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: np.ndarray[Any, Any] | None, name: str
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, GgufTensor],
+    rope_factors: np.ndarray[Any, Any] | None,
+    name: str,
 ) -> dict[str, Any]:
     """Return the values of config.json that a GGUF file says, for the config class of transformers.
 
     Args:
+        architecture: the architecture's name in the file.
         metadata: its metadata.
         tensors: its tensors, by name.
         rope_factors: `rope_freqs.weight`, float32 [head_dim / 2], by which llama.cpp divides rotary frequencies; None
@@ -246,7 +251,7 @@ def gguf_config(
     Raises:
         SourceError: its metadata do not say what config.json needs, or say something that it has no place for.
     """
-    architecture, entry = find_gguf_architecture(metadata, name)
+    entry = ARCHITECTURES[architecture]
     keys = {**COMMON, **entry.keys}
 
     config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}

@@ -121,17 +121,11 @@ class _Comparer:
                 lost.add(prefix)
 
         self.losses = [
-            *(Loss("", None, prefix, 1) for prefix in self._lost_parts()),
             *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
             *self.losses,
         ]
 
         self._compare_shapes()
-
-    def _lost_parts(self) -> Iterator[str]:
-        for prefix, conditions in self.known.some.items():
-            if self.config.holds(conditions) and not self.stored.has_below(prefix):
-                yield prefix
 
     def _compare_list(self, prefix: str, layers: LayerList) -> tuple[int, bool]:
         """Compare a list of layers. Returns how many tensors it must have, and whether all are lost."""

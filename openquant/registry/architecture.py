@@ -16,7 +16,6 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
     "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
     "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
     "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..]]}: a LayerList
-    "some":     {"model.vision_tower": [["vision_config", true]]}: parts of which a tensor must be there, if ..
     "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
     "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say
@@ -797,7 +796,6 @@ class ClassTensors(NamedTuple):
         name: the class.
         outside: tensors outside of all lists, by name.
         lists: lists of layers, by the prefix of their names: "model.layers".
-        some: prefixes below which there must be tensors that are not known by name, each with its conditions.
         defaults: the truth of keys that config.json need not say.
         parts: the model types of the parts of config.json, which may be other models, by the part's key.
         derived: sizes of keys that config.json need not say.
@@ -807,7 +805,6 @@ class ClassTensors(NamedTuple):
     name: str
     outside: dict[str, TensorRule]
     lists: dict[str, LayerList]
-    some: dict[str, tuple[tuple[str, bool], ...]]
     defaults: dict[str, bool]
     parts: dict[str, str]
     derived: dict[str, str]
@@ -843,7 +840,6 @@ def find_class_tensors(name: str) -> ClassTensors | None:
         name,
         rules(data["outside"]),
         lists,
-        some={prefix: tuple(map(tuple, conditions)) for prefix, conditions in data["some"].items()},
         defaults=data["defaults"],
         parts=data["parts"],
         derived=data["derived"],

@@ -450,8 +450,7 @@ def _check_unpacked(pair: CodesAndScale) -> Weight:
     if len(info.shape) == 3:
         return _stack(pair, shape, fmt)
     weight = _weight(pair, shape, fmt, _scale(pair, fmt, shape))
-    parts = (*weight.parts, *(info for info in pair.companions if info.name.endswith(".weight_format")))
-    return weight._replace(parts=parts, input_scale=_input_scale(pair))
+    return weight._replace(input_scale=_input_scale(pair))
 
 
 def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:

@@ -396,14 +396,7 @@ class Reader:
         return fmt.number.decode(kernels.unpack_words(words, fmt.number)[low - first :][:count])
 
     def _check_shape(self, weight: Weight) -> None:
-        """Refuse rows whose last word is padded, and tiles: only `weight_shape` and `weight_format` say so."""
-        for info in (part for part in weight.parts[2:] if part.name.endswith(".weight_format")):
-            # bitsandbytes nn/modules.py, LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING.
-            if self.read_bytes(info).any():
-                raise SourceError(
-                    f"{info.name} is not 0: codes do not lie in rows",
-                    "save the model again with a newer bitsandbytes, or start from the unquantized model",
-                )
+        """Refuse rows whose last word is padded: only `weight_shape` says so."""
         for info in (part for part in weight.parts[2:] if part.name.endswith(".weight_shape")):
             shape = self.read_bytes(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
             if shape != list(weight.shape):

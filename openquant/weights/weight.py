@@ -635,7 +635,7 @@ def per_rank_projections(
         One weight for each projection, with `rank_rows`.
 
     Raises:
-        SourceError: the sizes of config.json do not account for the rows, or the scales have another shape.
+        SourceError: the sizes of config.json do not account for the rows.
     """
     ranks = _positive(config, tensor.ranks)
     candidates = [[_rows(config, ranks, *keys) for keys in sizes] for sizes in tensor.sizes]
@@ -651,14 +651,6 @@ def per_rank_projections(
     rows = sum(fitting[0])
     cols = codes.shape[1]
     grid_rows, grid_cols = grid_of(fmt.group, (rows, cols))
-
-    # The same number of columns whether blocks begin anew at each rank or not.
-    if scale.shape != (ranks * grid_rows, grid_cols):
-        raise SourceError(
-            f"{scale.name} is {list(scale.shape)}, for {ranks} parts of {[rows, cols]} with {fmt.label} it must be "
-            f"{[ranks * grid_rows, grid_cols]}",
-            "download it again: it is damaged or incomplete",
-        )
 
     parts = codes._replace(shape=(ranks, rows, cols)), scale._replace(shape=(ranks, grid_rows, grid_cols))
     weights = []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from openquant.errors import UsageError
 from openquant.formats import compiled, kernels
-from openquant.formats.format import Format
-from openquant.formats.kernels import Scales, choose_scales
+from openquant.formats.format import Format, Scales
+from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import INT4
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_ranges

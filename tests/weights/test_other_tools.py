@@ -236,7 +236,6 @@ DAMAGE: list[tuple[str, Callable[[Weights], Any], str]] = [
     (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
     (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
     (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
-    (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
     (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
     (FLAT, lambda weights: weights.update({"model.norm.absmax": torch.ones(4)}), "is the scale of no quantized"),
     (WORDS, replaced("weight_zero_point", lambda _: None), "has no weight_zero_point"),
