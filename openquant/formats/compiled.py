@@ -396,8 +396,8 @@ def _best(
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         _load_columns(bits[first : first + count], half, below, one, raw, turned)
-        if importance.size:
-            _take_importance(importance, first, count, weighed)
+        for j in range(count if importance.size else 0):
+            weighed[:, j] = importance[:, (first + j) % importance.shape[1]]
 
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
@@ -434,19 +434,6 @@ def _load_columns(part: Any, half: Any, below: Any, divisor: Any, raw: Any, out:
         _load(raw[k], half, below, line)
         for j in range(divisor.size):
             line[j] /= divisor[j]
-
-
-@_compile
-def _take_importance(importance: Any, first: Any, count: Any, out: Any) -> None:
-    """The weights of the errors of some groups, from group `first` on: a column of `out` for each."""
-    which = np.empty(count, i32)
-    for j in range(count):
-        which[j] = (first + j) % importance.shape[1]
-    for k in range(importance.shape[0]):
-        counts = out[k]
-        row = importance[k]
-        for j in range(count):
-            counts[j] = row[which[j]]
 
 
 @_compile

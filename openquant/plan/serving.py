@@ -23,7 +23,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import PlanError, SourceError
+from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
@@ -756,30 +756,6 @@ def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: b
             "dynamic activation scales",
         )
     return replace(options, calibration=placeholder_calibration(tensors, options.texts))
-
-
-def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
-    """Refuse a calibration whose input statistics have another width than a layer.
-
-    Args:
-        calibration: statistics of the inputs of layers; a placeholder is accepted.
-        layers: the weights [out, in] that may be quantized.
-
-    Raises:
-        SourceError: of the layers that share some statistics, none has their width; the message names the calibration
-            file and the first of these layers.
-    """
-    by_name = {weight.source.name: weight for weight in layers} if calibration.model else {}
-    for statistics in calibration.inputs:
-        weights = [by_name[name] for name in statistics.tensors if name in by_name]
-        # One matching expert is enough: in Ernie 4.5 VL the experts for images are narrower, and transformers' module
-        # does not tell them from the others.
-        if statistics.tokens and weights and all(statistics.absmax.shape != (weight.shape[1],) for weight in weights):
-            raise SourceError(
-                f"{calibration.file}: {weights[0].source.name} has {weights[0].shape[1]} inputs, and the calibration "
-                f"{len(statistics.absmax)}",
-                "make it again: openquant calibrate MODEL -o FILE",
-            )
 
 
 def find_input_absmax(

@@ -536,10 +536,6 @@ def _check_packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
             )
 
     shape_tensors = tuple(info for info in pair.companions if info.name.endswith(".weight_shape"))
-    for info in shape_tensors:
-        if info.shape != (2,) or info.dtype not in ("I32", "I64"):
-            raise SourceError(f"{name_and_type(info)}, not two integers", DAMAGED)
-
     weight = _weight(pair, shape, fmt, _scale(pair, fmt, shape))
     input_scale = _input_scale(pair) if fmt.input_global_scale else None
     if input_scale is not None:

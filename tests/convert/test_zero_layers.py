@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from conftest import EXAMPLE
 from openquant import compress, verify
-from openquant.files.output import OutputDirectory
 from openquant.weights import reading
 from support import small_checkpoints
 
@@ -122,29 +121,3 @@ def test_layers_that_lose_their_weights_are_named(tmp_path: Path) -> None:
         assert zero == (
             [f"nearly all weights are 0: {', '.join(modules)}"] if scheme in ("tensor", "channel", "int8") else []
         )
-
-
-def test_a_run_that_is_continued_names_those_that_it_quantizes(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stop(Exception):
-        pass
-
-    publish = OutputDirectory.publish
-
-    def stopping(self: OutputDirectory, name: str) -> None:
-        publish(self, name)
-        if name == "model-00001-of-00003.safetensors":
-            raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(OutputDirectory, "publish", stopping)
-        with pytest.raises(Stop):
-            compress(source, tmp_path / "out", "channel", workers=1)
-    expected = [
-        module for module in ZERO if f"{module}.weight" not in load_file(source / "model-00001-of-00003.safetensors")
-    ]
-    result = compress(source, tmp_path / "out", "channel")
-    assert result.resumed and 0 < len(expected) < len(ZERO)
-    assert f"all weights are zero: {', '.join(expected)}" in result.notes
-    assert not any("zero" in note for note in compress(source, tmp_path / "out", "channel").notes)

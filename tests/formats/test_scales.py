@@ -14,7 +14,7 @@ from openquant.formats import compiled, kernels
 from openquant.formats.format import Format
 from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1
-from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, INTEGER_GROUPS, NVFP4, VARIANTS, Scheme
+from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, INTEGER_GROUPS, NVFP4, Scheme
 
 SEARCHED = (*INT4_GROUPS, *(groups[0] for bits, groups in INTEGER_GROUPS.items() if bits != 4), NVFP4)
 
@@ -95,13 +95,6 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, subtests: pytest
                 assert np.array_equal(found_in(weight, scheme, counts=np.full(512, count, np.float32)), whole)
 
 
-def test_other_dtypes_have_the_scales_of_their_values() -> None:
-    for dtype, kind in (("BF16", torch.bfloat16), ("F16", torch.float16)):
-        weight = noise(4).to(kind)
-        scale = choose_scales(INT4_W4A16, weight.view(torch.int16).numpy().view(np.uint16), dtype).scale
-        assert np.array_equal(scale, found_in(weight.float(), INT4_W4A16)), dtype
-
-
 def test_a_group_without_outliers_keeps_its_largest_weight_and_zeros_their_scale() -> None:
     weight = torch.zeros(2, 128)
     weight[1] = torch.arange(128) % 15 - 7.0
@@ -143,14 +136,3 @@ def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
         assert (found_in(weight, NVFP4, divisor) * divisor).item() == 448
         beside_a_larger = np.full((1, 1), 1024 / magnitude, np.float32)
         assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
-
-
-def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
-    unsearched = INT4_W4A16.unsearched
-    assert (unsearched.searches_scales, unsearched.format) == (False, INT4_W4A16.format)
-    assert unsearched.fallback is not None
-    assert not unsearched.fallback.searches_scales
-    assert {scheme.name for scheme in VARIANTS if scheme.searches_scales} == {
-        *(f"int{bits}" for bits in range(2, 8)),
-        *("nvfp4", "nvfp4-w4a4"),
-    }

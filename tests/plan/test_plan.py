@@ -299,21 +299,6 @@ def test_sources_quantized_in_unknown_ways_are_refused(tmp_path: Path) -> None:
             plan_of(root)
 
 
-def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", "Llama4ForCausalLM")
-    with pytest.raises(PlanError) as caught:
-        plan_of(root, TENSOR_COMPRESSED)
-    assert caught.value.message == (
-        "model.layers.1.feed_forward.experts: engines load no experts with one scale per tensor in the "
-        "compressed-tensors format"
-    )
-    assert caught.value.hint == (
-        "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them unquantized "
-        "with --ignore"
-    )
-    assert summary.quantized_tensors(plan_of(root, TENSOR_COMPRESSED, "**.experts.**")) > 0
-
-
 # Several schemes.
 
 

@@ -23,15 +23,11 @@ from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
 from openquant.formats.reference import encode, group_absmax, group_scale
-from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
-from openquant.machine import peak_rss
-from openquant.plan import summary
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.layout import weight_kinds
 from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
-from support.published_checkpoints import published, with_few_experts
 from support.quantized_checkpoints import (
     BLOCKS,
     FP8,
@@ -328,22 +324,6 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
     assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
 
 
-@for_each(("dtype", "shape"), [(torch.bfloat16, (1,)), (torch.float16, (1, 1)), (torch.float64, ())])
-def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """As llm-compressor writes them: BF16 [1]."""
-    config = group("tensor")
-    config["config_groups"]["group_0"]["input_activations"] = {
-        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
-    }  # fmt: skip
-    source, scale = tmp_path / "source", torch.full(shape, 0.1, dtype=dtype)
-    store(source, by_tensor(shape=(1,), input_scale=scale), config, shards=3)
-    assert compress(source, tmp_path / "out", activation_scheme="static").quantized_tensors == 14
-    found = small_checkpoints.read(tmp_path / "out")
-    scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
-    assert len(scales) == 14
-    assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
-
-
 def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     source, name = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR), f"{DOWN}.input_scale"
     # One that is none, and one beyond float32.
@@ -510,7 +490,7 @@ def test_int4_with_negative_scales_as_auto_round_has_it(tmp_path: Path) -> None:
         assert all(same(again[name], plain[name]) for name in plain)
 
 
-def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: Path) -> None:
+def test_rows_that_do_not_fill_their_words_are_refused(tmp_path: Path) -> None:
     """As compressed-tensors packs them. That the last codes are none stands in `weight_shape` alone."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
@@ -531,21 +511,6 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
         with pytest.raises(SourceError, match=f"^{told}$") as caught:
             work(source, tmp_path / "out")
         assert caught.value.hint.startswith("rows that do not fill their words are not supported")
-
-    # Shards come as they are named.
-    plan = make_plain_plan(open_checkpoint(source), "")
-    for name, place in plan.source.where.items():
-        if name.endswith(".weight_shape"):
-            assert place.shard in plan.layout.sources(plan.decoded.where[name.replace("_shape", "")].shard)
-
-    # Where codes need no change, nothing is decoded.
-    _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path / "ours")
-    change_weights(out, lambda weights: weights[f"{Q}.weight_shape"].copy_(torch.tensor([256, 255])))
-    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is \[256, 255\], but .* \[256, 256\]$"):
-        compress(out, tmp_path / "copied", "int8-weights")
-    change_weights(out, lambda weights: weights.update({f"{Q}.weight_shape": torch.tensor([256, 256, 1])}))
-    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is I64 \[3\], not two integers$"):
-        make_plain_plan(open_checkpoint(out), "")
 
 
 def test_power_of_two_scales(tmp_path: Path) -> None:
@@ -640,19 +605,6 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
 
 
-def test_what_is_decoded_counts_as_memory(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    kinds = weight_kinds(make_plain_plan(open_checkpoint(source)).decisions)
-    assert {matrix.shape for matrix in kinds} == {(256, 256), (128, 256), (512, 256), (256, 512)}
-    assert all(matrix.format is not None for matrix in kinds)
-    with pytest.raises(OpenQuantError, match="memory"):
-        dequantize(source, tmp_path / "none", max_memory=1)
-    # What this process holds counts, and other tests have left much.
-    dequantize(source, tmp_path / "little", max_memory=peak_rss() + (1 << 29), workers=3)
-    dequantize(source, tmp_path / "much")
-    assert tree(tmp_path / "little") == tree(tmp_path / "much")
-
-
 def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     weights = {f"{DOWN}.weight": torch.ones(4096, 16384).bfloat16()}
     source = store(tmp_path / "source", by_tensor(), PER_TENSOR, weights)
@@ -666,43 +618,6 @@ def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     assert int(done.stdout) < 96 << 20
     stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     assert all(same(found[name], stored[name]) for name in found)
-
-
-# Published checkpoints with so many experts, by their headers: layers in the same scheme, in another, and of the latter
-# decoded ones. Numbers of twelve have two digits.
-PUBLISHED = {
-    "DeepseekV3ForCausalLM": (4, 1204, 1123, 81),
-    "Qwen3MoeForCausalLM": (12, 1920, 1920, 0),
-    "Qwen3NextForCausalLM": (4, 859, 840, 19),
-}
-
-
-@for_each("name", PUBLISHED)
-def test_published_fp8_checkpoints(name: str) -> None:
-    experts, few, other, decoded = PUBLISHED[name]
-    checkpoint = with_few_experts(f"quantized/{name}", experts)
-    plan = make_plan(checkpoint, BLOCK)
-    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (few, 0)
-    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
-    assert outputs.keys() == checkpoint.tensors.keys()
-    for info in checkpoint.tensors.values():
-        dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
-        assert outputs[info.name] == info._replace(dtype=dtype)
-    assert 1 in summary.parallel_sizes(plan)
-
-    plan = make_plan(checkpoint, CHANNEL)
-    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (other, decoded)
-    plain = make_plain_plan(checkpoint)
-    assert summary.decoded_tensors(plain) == few
-    outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
-    assert outputs.keys() == {key for key in checkpoint.tensors if not key.endswith("_scale_inv")}
-    assert {info.dtype for info in outputs.values() if len(info.shape) > 1} <= {"BF16", "F32"}
-
-
-def test_published_experts_in_four_bits() -> None:
-    plan = make_plain_plan(published("quantized/GptOssForCausalLM"))
-    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
-    assert outputs == published("GptOssForCausalLM").tensors
 
 
 # What is wrong with a source.
