@@ -27,8 +27,6 @@ from .numbers import Codes, Floats, Number
 u8 = np.uint8
 u16 = np.uint16
 u32 = np.uint32
-u64 = np.uint64
-i32 = np.int32
 f32 = np.float32
 
 # Adding and subtracting it rounds a float32 to an integer, ties to even: at this size the last bit is worth one.

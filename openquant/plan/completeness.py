@@ -5,8 +5,7 @@
     misfits    # ["hidden_size is 512, and lm_head.weight is [512, 256]"]
 
 Engines do not check that in quantized models: vLLM loads one that lacks a layer, and computes noise. What the class has
-is data (registry/architecture.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
-the same in all tensors that have it.
+is data (registry/architecture.py), and ConfigSizes is what config.json says of it.
 """
 
 from __future__ import annotations
@@ -210,8 +209,6 @@ class _Comparer:
     # Shapes.
 
     def _compare_shapes(self) -> None:
-        unsaid: dict[str, dict[int, list[TensorInfo]]] = {}
-
         for pattern, rules in self._rules():
             by_shape: dict[tuple[int, ...], list[TensorInfo]] = {}
             for _, info in self.stored.find(pattern):
@@ -221,20 +218,12 @@ class _Comparer:
                 misfits = [self._misfit(rule, shape) for rule in rules]
                 if None not in misfits:
                     self.wrong.setdefault(str(misfits[0]), {}).update(dict.fromkeys(map(_shape_of, infos)))
-                elif len(rules) == 1:
-                    for size, length in zip(rules[0].shape, shape, strict=True):
-                        if size != ANY and self.config.size(size) is None:
-                            unsaid.setdefault(size, {}).setdefault(length, []).extend(infos)
 
         self.misfits += [
             f"{said}, and {next(iter(texts))}" + (f" ({len(texts)} tensors)" if len(texts) > 1 else "")
             for said, texts in self.wrong.items()
             if not any(set(other.split(" and ")) < set(said.split(" and ")) for other in self.wrong)
         ]
-
-        for lengths in unsaid.values():
-            usual, *others = sorted(lengths.values(), key=len, reverse=True)
-            self.misfits += [f"{_shape_of(other[0])}, and {_shape_of(usual[0])}" for other in others]
 
     def _rules(self) -> Iterator[tuple[str, list[TensorRule]]]:
         for name, rule in self.known.outside.items():

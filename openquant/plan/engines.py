@@ -6,7 +6,6 @@ Other notes say what the output lacks of the source.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatchcase
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -365,7 +364,7 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
         for name in checkpoint.unindexed
     ]
 
-    beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
+    beside = [name for name in checkpoint.left_out if name.endswith(".safetensors") and "/" not in name]
     for name in beside:
         if name == SINGLE_FILE:
             why = f"it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"

@@ -544,15 +544,13 @@ _Kind = tuple[str, str, tuple[int, ...], bool, str]
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that become a line: their scheme, whether they are decoded, the size of each before and after, names."""
+    """Tensors that become a line: scheme, whether they are decoded, size of each after, names, size of all before."""
 
     scheme: Scheme | None
     decoded: bool
-    before: int
     after: int
-    names: list[str]
-    # Total size in the source of those that are quantized there, each of which may be stored in another format.
-    stored: int = 0
+    names: list[str] = field(default_factory=list)
+    before: int = 0
 
 
 def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
@@ -579,25 +577,22 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
         group = groups.get(kind)
         if group is None:
             after = sum(info.nbytes for info in output_tensors(layer, scheme))
-            group = groups[kind] = _Group(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
+            group = groups[kind] = _Group(scheme, stored and scheme is None, after)
         group.names.append(layer.module)
-        group.stored += layer.stored_nbytes if stored else 0
+        group.before += layer.stored_nbytes
 
     for kept in sorted(decisions.passthrough, key=lambda kept: kept.small):
         tensor = kept.tensor
         weight = kept.weight
         kind = kept.name_template, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
 
-        group = groups.get(kind)
-        if group is None:
-            group = groups[kind] = _Group(None, weight is not None, 0, tensor.nbytes, [])
+        group = groups.setdefault(kind, _Group(None, weight is not None, tensor.nbytes))
         group.names.append(tensor.name if kept.small else tensor.module)
-        group.stored += passthrough_source_bytes(kept)
+        group.before += passthrough_source_bytes(kept)
 
     lines = []
     for (_, _, shape, _, why), group in groups.items():
-        before = group.stored + len(group.names) * group.before
         after = len(group.names) * group.after
-        lines.append(PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, before, after))
+        lines.append(PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, group.before, after))
 
     return tuple(lines)
