@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, UsageError
 from ..files.output import OutputDirectory
-from ..files.shardfile import ALIGNMENT, DTYPE_BITS, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
+from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
 from ..formats import kernels
-from ..formats.format import INPUT_SCALE, Format, Group, grid_of
+from ..formats.format import INPUT_SCALE, Format, Group
 from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
 from ..formats.numbers import Codes, Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
@@ -62,7 +63,6 @@ from ..weights.reading import (
     memory_of,
     require_finite,
     require_in_range,
-    row_bytes,
 )
 from ..weights.weight import Weight
 
@@ -211,7 +211,7 @@ def convert(
         output: the output directory, which this run has claimed.
         workers: number of threads that compute; as many more write.
         device: "cpu" or a torch device such as "cuda:0", which computes the codes.
-        progress: called with the number of source bytes done since the last call, from any thread, one at a time.
+        progress: called with the number of output bytes done since the last call, from any thread, one at a time.
         fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
@@ -315,7 +315,7 @@ class _Conversion:
             self.failure.keep(error)
 
     def advance(self, nbytes: int) -> None:
-        """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
+        """Report bytes of the output as done, if there are any; raise _Stopped if the conversion was stopped."""
         if self.stopped.is_set():
             raise _Stopped
         if self.progress is not None and nbytes:
@@ -350,6 +350,7 @@ class _OutputBuffer:
                 self.conversion.fail(error)
 
         self.pending = self.writers.submit(write)
+        self.conversion.advance(data.nbytes)
 
     def wait(self) -> None:
         """Wait until the last contents are written."""
@@ -377,13 +378,11 @@ class _Worker:
             case CopyRounded():
                 with SourceFile(write.place.path, write.place.path.name) as source:
                     self._copy(write, source, write.place.offset, file)
-                self.conversion.advance(write.consumed)
 
             case CopyScale():
                 self._copy_scale(write, file)
             case PutBytes():
-                file.write(np.frombuffer(write.data, np.uint8), write.target)
-                self.conversion.advance(write.nbytes)
+                self._put(np.frombuffer(write.data, np.uint8), file, write.target)
 
             case Unstack():
                 self._write_unquantized(write, self.reader.rows(write.weight, 1), file)
@@ -405,6 +404,17 @@ class _Worker:
         self.buffers.reverse()
         return self.buffers[0]
 
+    def _put(self, data: npt.NDArray[Any], file: ShardFile, offset: int) -> None:
+        """Write a small array, and report its bytes as done."""
+        file.write(data, offset)
+        self.conversion.advance(data.nbytes)
+
+    def _write_zero_points(self, zero_point: Floats, scheme: Scheme, file: ShardFile, target: int) -> int:
+        """Write the zero points of some rows at an offset. Returns the offset for those of the next rows."""
+        words = pack_words(scheme.format.number.encode(zero_point), scheme.format.number)
+        self._put(words, file, target)
+        return target + words.nbytes
+
     def _copy(self, write: CopyTensor | CopyRounded, source: SourceFile, offset: int, file: ShardFile) -> None:
         """Copy a tensor that begins at `offset` of a file."""
         name = write.tensor.name
@@ -419,7 +429,6 @@ class _Worker:
                 self.findings.look_at(write.tensor, piece)
             buffer.send(file, piece, write.target + done)
             done += piece.nbytes
-            self.conversion.advance(piece.nbytes if isinstance(write, CopyTensor) else 0)
 
     def _copy_scale(self, write: CopyScale, file: ShardFile) -> None:
         tensor = write.tensor
@@ -431,8 +440,7 @@ class _Worker:
         check_scales(scale, tensor.name, write.location.shard, SMALLEST_SCALE)
         if write.inverse:
             scale = np.float32(1) / scale
-        file.write(scale, write.target)
-        self.conversion.advance(tensor.nbytes)
+        self._put(scale, file, write.target)
 
     def _transform(self, write: TransformWeight, file: ShardFile) -> None:
         dtype = write.weight.source.dtype
@@ -450,7 +458,6 @@ class _Worker:
             self.findings.look_at(tensor, piece)
             buffer.send(file, piece, target)
             target += piece.nbytes
-            self.conversion.advance(row_bytes(write.weight, len(bits)))
 
     def _decode(self, write: Decode, file: ShardFile) -> None:
         target = write.target
@@ -460,8 +467,6 @@ class _Worker:
             self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
             buffer.send(file, piece, target)
             target += piece.nbytes
-            self.conversion.advance(row_bytes(write.weight, len(bits)))
-        self._advance_by_scales(write.weight)
 
     def _decode_transposed(self, write: Decode, file: ShardFile) -> None:
         """Decode the weight of one expert of a stack [experts, in, out], and write its transpose."""
@@ -472,15 +477,8 @@ class _Worker:
             self.loops.to_bfloat16(bits.view(np.float32), rows)
             transposed[:, low : low + len(bits)] = rows.T
             low += len(bits)
-            self.conversion.advance(row_bytes(write.weight, len(bits)))
-        file.write(transposed, write.target)
-        self._advance_by_scales(write.weight)
-
-    def _advance_by_scales(self, weight: Weight) -> None:
-        """Report the scales of a quantized source weight as done."""
-        if weight.format is not None and weight.scale is not None:
-            num_rows, num_cols = grid_of(weight.format.group, weight.shape)
-            self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.scale.dtype] // 8)
+            self.conversion.advance(0)
+        self._put(transposed, file, write.target)
 
     def _encode(self, write: Encode, file: ShardFile) -> None:
         keeps_scale = not write.fused or self.reader.keeps_shared_scale(write.fused, write.scheme)
@@ -506,7 +504,6 @@ class _Worker:
                 self._copy_codes(piece, write.scheme, file, exact)
             else:
                 self._quantize(piece, write.scheme, shared_absmax, file)
-            self._advance_by_scales(piece.weight)
 
     def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: ShardFile, exact: Floats | None) -> None:
         """Write the source's codes unchanged, and its scales as the scheme has them; `exact`: the global scale."""
@@ -528,7 +525,7 @@ class _Worker:
 
         global_scale = self.reader.global_scale(weight) if exact is None else exact
         if scheme.format.global_scale is not None and piece.tied_target is not None:
-            file.write(global_scale, piece.tied_target)
+            self._put(global_scale, file, piece.tied_target)
 
         with self.reader.open(extent.shard) as source:
             for low in range(0, weight.shape[0], step):
@@ -549,15 +546,13 @@ class _Worker:
                 stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
 
                 if low == 0 or group[0] is not None:
-                    file.write(stored, scale_target)
+                    self._put(stored, file, scale_target)
                     scale_target += stored.nbytes
 
                 if zero_target is not None:
                     if zero_point is None:
                         zero_point = np.zeros_like(scale)
-                    zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
-
-                self.conversion.advance(codes.nbytes)
+                    zero_target = self._write_zero_points(zero_point, scheme, file, zero_target)
 
     def _shared_absmax(self, write: Encode) -> Floats:
         """Return the largest absolute weight of fused layers, float32 [1, 1]."""
@@ -603,9 +598,9 @@ class _Worker:
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
             if fmt.shared:
-                file.write(fmt.encode_scales(shared_scale), piece.tied_target)
+                self._put(fmt.encode_scales(shared_scale), file, piece.tied_target)
             else:
-                file.write(shared_scale, piece.tied_target)
+                self._put(shared_scale, file, piece.tied_target)
                 global_scale = shared_scale
 
         for bits in self.reader.rows(weight, fmt.height):
@@ -622,11 +617,11 @@ class _Worker:
 
             if shared_absmax is None or not fmt.shared:
                 stored = fmt.encode_scales(scale, global_scale)
-                file.write(stored, scale_target)
+                self._put(stored, file, scale_target)
                 scale_target += stored.nbytes
 
             if zero_point is not None and zero_target is not None:
-                zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
+                zero_target = self._write_zero_points(zero_point, scheme, file, zero_target)
 
             buffer = self._next_buffer()
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
@@ -636,19 +631,11 @@ class _Worker:
             buffer.send(file, codes, target)
 
             target += codes.nbytes
-            self.conversion.advance(row_bytes(weight, len(bits)))
 
         if is_zero:
             self.findings.zero_layers.add(weight.module)
         elif lost.unusual:
             self.findings.lost_layers.add(weight.module)
-
-
-def _write_zero_points(zero_point: Floats, scheme: Scheme, file: ShardFile, target: int) -> int:
-    """Write the zero points of some rows at an offset. Returns the offset for those of the next rows."""
-    words = pack_words(scheme.format.number.encode(zero_point), scheme.format.number)
-    file.write(words, target)
-    return target + words.nbytes
 
 
 # Beginnings of the last part of a scale tensor's name.
