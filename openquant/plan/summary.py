@@ -174,6 +174,11 @@ def suffix(plan: Plan) -> str:
     return name
 
 
+def cache_layers(plan: Plan) -> int:
+    """Count the layers for which the plan adds scales of the KV cache."""
+    return sum(kept.value is not None for kept in plan.decisions.passthrough) // 2
+
+
 def engines(plan: Plan) -> tuple[str, ...]:
     """Return the engines that can serve the output: ("vLLM", "SGLang")."""
     if sglang_refusal(plan.entry, plan.decisions):
