@@ -182,7 +182,7 @@ def test_large_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None:
         header = read_gguf_header(tmp_path / f"{name}.gguf", "m.gguf", ggml_types())
         metadata = {**header.metadata, f"{name}.block_count": layers, f"{name}.attention.head_count": 1}
         tensors = header.tensors | {f"blk.{layer}": next(iter(header.tensors.values())) for layer in range(layers)}
-        assert gguf_config(metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
+        assert gguf_config(name, metadata, tensors, None, "m.gguf")["query_pre_attn_scalar"] == WIDTH
 
 
 def test_the_directory_that_is_made_goes_with_its_source_or_at_once(
