@@ -161,18 +161,6 @@ KERNELS = (
     ),
 )
 
-# What mlx-lm does with outputs of its class of DeepSeek V3 and Kimi K2, by scheme (benchmarks/mlx_reads.py); it refuses
-# the schemes that are not here, and outputs of its other classes. This one class reads packed codes, all as if they had
-# four bits, and drops scales that it does not know (mlx_lm/models/deepseek_v3.py:398-412).
-MLX_LM_VERSION = "mlx-lm 0.32.2"
-MLX_LM_CLASSES = ("DeepseekV3ForCausalLM",)
-MLX_LM: dict[str, Literal["read", "misread"]] = {
-    "tensor": "misread",
-    "block": "read",
-    "int4": "read",
-    **dict.fromkeys(("int6", "int5", "int3", "int2"), "misread"),
-}
-
 
 def generation_of(major: int, minor: int) -> str | None:
     """Return the generation of an NVIDIA GPU.
@@ -265,10 +253,6 @@ def schemes_on(engines: Iterable[str], hardware: str, experts: bool = False) -> 
         for name in SCHEME_NAMES
         if all(find_kernel(engine, name, hardware, kind) for engine in wanted for kind in kinds)
     )
-
-
-# More characters than any name has.
-LONGEST = 60
 
 
 @dataclass(frozen=True)
@@ -380,8 +364,6 @@ def find_gpu(name: str) -> GPU | None:
     Returns:
         The GPU; None if none has this name.
     """
-    if len(name) > LONGEST:
-        return None
     return _BY_KEY.get(_key(name))
 
 
@@ -391,8 +373,6 @@ def nearest_gpus(name: str) -> tuple[str, ...]:
     Args:
         name: the name of no GPU.
     """
-    if len(name) > LONGEST:
-        return ()
     key = _key(name)
     names = {_key(gpu.name): gpu.name for gpu in GPUS}
     keys = [known for known in names if len(key) > 2 and key in known]
@@ -401,7 +381,7 @@ def nearest_gpus(name: str) -> tuple[str, ...]:
 
 def is_apple(name: str) -> bool:
     """Whether a name is that of a chip or computer of Apple: "m3-max", "Apple M2", "macbook"."""
-    return len(name) <= LONGEST and _APPLE.match(_key(name)) is not None
+    return _APPLE.match(_key(name)) is not None
 
 
 class SchemeInfo(NamedTuple):

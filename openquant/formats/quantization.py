@@ -1,7 +1,6 @@
 """Read a quantization_config: how it says that weights and activations are stored, whichever tool wrote it.
 
-It is read as engines read it, and values that no engine reads, or that engines understand otherwise than stored, are
-found too:
+It is read as engines read it:
 
     fp8                 vLLM layers/quantization/fp8.py:106-176, SGLang layers/quantization/fp8.py:340-380,
                         transformers FineGrainedFP8Config
@@ -19,7 +18,7 @@ found too:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -44,7 +43,6 @@ from .schemes import (
     STATIC,
     TENSOR,
     TENSOR_COMPRESSED,
-    TRANSFORMERS_REFUSAL,
     VARIANTS,
     ZERO_POINT,
     Scheme,
@@ -74,7 +72,6 @@ class Quantization:
         expressions: the regular expressions among the targets.
         ignored: the ignore list; empty for methods of which the tensors show what is quantized.
         settings: the whole config, with None in place of each ignore list.
-        problems: messages about settings that contradict each other or that no engine accepts.
         by_parent: whether a target also names all modules below it, unless a longer target does.
     """
 
@@ -84,7 +81,6 @@ class Quantization:
     expressions: Expressions
     ignored: Ignored
     settings: dict[str, Any]
-    problems: tuple[str, ...]
     by_parent: bool = False
 
     @property
@@ -188,11 +184,6 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
 
     method = str(settings.get("quant_method"))
-    if method in _REFUSED:
-        raise UsageError(
-            f"config.json has weights of {_REFUSED[method]}", f"{UNQUANTIZED}, which the model card names as base_model"
-        )
-
     if method not in _READERS:
         methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
@@ -236,11 +227,6 @@ def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], st
 
 
 def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
-    problems = []
-    activations = settings.get("activation_scheme")
-    if activations not in ("static", "dynamic"):
-        problems.append(f"config.json: activation_scheme is {json.dumps(activations)}, neither dynamic nor static")
-
     size = settings.get("weight_block_size")
     block = None
     if size is not None:
@@ -259,26 +245,17 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
         fmt = BLOCK.format
         inputs = {**_FP8, "strategy": "group", "group_size": block[0]}
     scale = replace(fmt.scale, power_of_two=settings.get("scale_fmt") == "ue8m0")
-    fmt = replace(fmt, group=block or fmt.group, scale=scale, static=activations == "static")
+    fmt = replace(fmt, group=block or fmt.group, scale=scale, static=settings.get("activation_scheme") == "static")
 
     lists = {key: _names(settings, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
 
-    if all(lists.values()):
-        for first, second in (IGNORE_KEYS[:2], IGNORE_KEYS[1::-1]):
-            names = set(lists[second])
-            problems += [
-                f"config.json: {first} lists {name}, {second} does not" for name in lists[first] if name not in names
-            ]
-
     ignored = Ignored(key, lists[key], by_experts=True)
 
     inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
 
-    return Quantization(
-        method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), tuple(problems)
-    )
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings))
 
 
 def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantization:
@@ -310,7 +287,7 @@ def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantizat
 
     ignored = Ignored("ignore", _names(settings, "ignore"), by_experts=False)
     expressions = Expressions(target for targets, _ in groups for target in targets)
-    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings), ())
+    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings))
 
 
 _KNOWN_GROUPS = (
@@ -492,7 +469,7 @@ def _make_mixed(
 def _alone(method: str, settings: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
     """Return a config with one format for all layers; the tensors, not its ignore list, show what is quantized."""
     ignored = Ignored("ignore", (), by_experts=False)
-    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), ())
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings))
 
 
 def _all_of(fmt: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
@@ -519,10 +496,6 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.
     "fbgemm_fp8": lambda method, settings: _alone(method, settings, CHANNEL.format, CHANNEL.group["input_activations"]),
 }
-
-
-# By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py).
-_REFUSED = {"hqq": "HQQ, whose zero points are no whole numbers"}
 
 
 def _is_block(size: object) -> TypeGuard[list[int]]:
@@ -627,184 +600,9 @@ def _inner(value: Any, key: str) -> dict[str, Any]:
     return dict(value[key])
 
 
-# By key, the allowed values; None for keys that may have any value or are checked elsewhere.
-_Allowed = Mapping[str, tuple[Any, ...] | None]
-
-_ANYWHERE: _Allowed = dict.fromkeys((*IGNORE_KEYS, "quant_method", "kv_cache_scheme", "packed_modules_mapping"))
-_FP8_KEYS: _Allowed = {
-    **_ANYWHERE,
-    **dict.fromkeys(("activation_scheme", "weight_block_size")),
-    "fmt": (None, "e4m3", "float8_e4m3fn"),
-    "scale_fmt": (None, "float", "ue8m0"),
-    "store_dtype": (None,),
-    "expert_dtype": (None, "fp8"),
-    "dequantize": (None, False, True),
-    "modules_to_convert": (None, []),
-    "kv_cache_quant_algo": (None, "FP8"),
-}
-_DTYPES = (None, *(f"torch.{name}" for name in ("float32", "bfloat16", "float16", "uint8", "int8", "float8_e4m3fn")))
-_ARGUMENTS: _Allowed = {
-    **dict.fromkeys(("strategy", "group_size", "block_structure", "observer", "observer_kwargs")),
-    "symmetric": (True,),
-    "actorder": (None, False),
-    "scale_dtype": _DTYPES,
-    "zp_dtype": _DTYPES,
-}
-_WEIGHT_KEYS: _Allowed = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False,)}
-# Integers may have zero points.
-_INTEGER_KEYS: _Allowed = {**_WEIGHT_KEYS, "num_bits": (8, *INTEGER_GROUPS), "symmetric": (True, False)}
-_CACHE: _Allowed = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True), "type": ("float",)}
-# The formats that a config group may have, by type, bits and strategy of its weights; the strategy is "" unless scales
-# belong to groups of a row.
-_GROUP_FORMATS: Mapping[tuple[Any, Any, str], tuple[str, ...]] = {
-    ("float", 8, ""): ("float-quantized", "naive-quantized"),
-    ("float", 8, "group"): ("mxfp8-quantized", "float-quantized", "naive-quantized"),
-    ("float", 4, "group"): ("mxfp4-pack-quantized",),
-    ("float", 4, "tensor_group"): ("nvfp4-pack-quantized",),
-    ("int", 8, ""): ("int-quantized", "naive-quantized", "pack-quantized"),
-    ("int", 8, "group"): ("pack-quantized",),
-} | {("int", bits, grouped): ("pack-quantized",) for bits in INTEGER_GROUPS for grouped in ("", "group")}
-# Strategies of dynamic activations, by the type of weights.
-_DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}
-# Formats of integers whose activations must be quantized too (vLLM asserts that).
-_WITH_ACTIVATIONS = ("int-quantized", "naive-quantized")
-_GROUP: _Allowed = {
-    **dict.fromkeys(("targets", "weights", "input_activations", "format")),
-    "output_activations": (None,),
-}
-_COMPRESSED: _Allowed = {
-    **_ANYWHERE,
-    **dict.fromkeys(("config_groups", "format", "sparsity_config", "transform_config")),
-    **dict.fromkeys(("global_compression_ratio", "version")),
-    "quantization_status": ("compressed", "frozen", "calibration", "initialized"),
-    "moe_sparsity_config": (None,),
-}
-
-
-def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Check the values of a quantization_config.
-
-    Args:
-        settings: the quantization_config of a config.json, of any method. `read_quantization` must have accepted it.
-            Ignore lists may be replaced by None.
-
-    Returns:
-        Problems with values, such as 'fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'; and the keys that
-        no engine reads, such as "config_groups.group_0.more". Both are empty for all methods but "fp8" and
-        "compressed-tensors", of which reading has checked all keys that it reads.
-    """
-    if settings.get("quant_method") not in ("fp8", "compressed-tensors"):
-        return [], []
-
-    problems = []
-    unknown = []
-    for path, mapping, allowed in _walk(settings):
-        for key, value in mapping.items():
-            name = ".".join((*path, key))
-            values = allowed.get(key)
-            if key not in allowed:
-                unknown.append(name)
-            elif values is not None and not _is_one_of(value, values):
-                problems.append(f"{name} is {setting_repr(value)}, engines read {_join_or(values)}")
-
-    problems += list(_contradictions(settings))
-    return problems, unknown
-
-
-def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any], _Allowed]]:
-    """Yield each dictionary of a config: its path, itself, and the values that its keys may have."""
-    if settings.get("quant_method") == "fp8":
-        # For one scale per tensor we write a value that makes transformers refuse the checkpoint.
-        formats = [None, "float", "ue8m0"]
-        if not settings.get("weight_block_size"):
-            formats.append(TRANSFORMERS_REFUSAL)
-        yield (), settings, {**_FP8_KEYS, "scale_fmt": tuple(formats)}
-        return
-
-    yield (), settings, _COMPRESSED
-
-    for name, group in (settings.get("config_groups") or {}).items():
-        path = "config_groups", name
-        yield path, group, _GROUP
-
-        weights = group["weights"]
-        of_weights = _WEIGHT_KEYS
-        if weights.get("type") == "int":
-            of_weights = _INTEGER_KEYS
-        for key, allowed in (("weights", of_weights), ("input_activations", _activations(weights))):
-            if isinstance(group.get(key), dict):
-                # Activations must have the type of the weights.
-                yield (*path, key), group[key], {**allowed, "type": (weights.get("type"),)}
-
-    cache = settings.get("kv_cache_scheme")
-    if isinstance(cache, dict):
-        yield ("kv_cache_scheme",), cache, _CACHE
-
-
-def _activations(weights: Mapping[str, Any]) -> _Allowed:
-    """Return the allowed settings of activations: as many bits as the weights or more."""
-    allowed: dict[str, tuple[Any, ...] | None] = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True)}
-    if weights.get("num_bits") == 4:
-        allowed["num_bits"] = (8, 4)
-    if weights.get("strategy") == "tensor_group":
-        allowed["dynamic"] = (False, True, "local")
-    return allowed
-
-
-def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each group whose format or activations no engine has a scheme for."""
-    cache = settings.get("kv_cache_scheme")
-    if cache is not None and not isinstance(cache, dict):
-        yield f"kv_cache_scheme is {setting_repr(cache)}, engines read null or an object"
-
-    for name, group in _inner(settings, "config_groups").items():
-        path = f"config_groups.{name}"
-        format = group.get("format")
-        if format is None:
-            format = settings.get("format")
-        kind = group["weights"].get("type")
-        strategy = group["weights"].get("strategy")
-
-        grouped = strategy if strategy in ("group", "tensor_group") else ""
-        formats = _GROUP_FORMATS[kind, group["weights"].get("num_bits"), grouped]
-        if not _is_one_of(format, formats):
-            yield f"{path} has the format {setting_repr(format)}, engines read {_join_or(formats)} for its weights"
-
-        activations = group.get("input_activations")
-        if not isinstance(activations, dict):
-            if kind == "int" and format in _WITH_ACTIVATIONS:
-                yield f"{path} has no input_activations, engines read that for pack-quantized weights"
-            continue
-
-        strategies: tuple[str, ...] = ("tensor",)
-        timing = "static"
-        if activations.get("dynamic") is True:
-            strategies = _DYNAMIC[kind]
-            timing = "dynamic"
-        # NVFP4 has dynamic scales of groups under a static global scale.
-        if grouped == "tensor_group":
-            strategies = (grouped,)
-            timing = {"local": "dynamic"}.get(str(activations.get("dynamic")), "static")
-
-        if not _is_one_of(activations.get("strategy"), strategies):
-            yield (
-                f"{path}.input_activations.strategy is {setting_repr(activations.get('strategy'))}, engines read "
-                f"{_join_or(strategies)} for {timing} activations"
-            )
-
-
 def setting_repr(value: Any) -> str:
     """Return `value`, anything that config.json may hold, as JSON for a message, shortened if it is long."""
     text = json.dumps(value)
     if len(text) > 200:
         return f"{text[:200]}..."
     return text
-
-
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Return whether a value is allowed. Unlike in Python, 1 and True differ in JSON."""
-    return any(type(value) is type(choice) and value == choice for choice in allowed)
-
-
-def _join_or(values: tuple[Any, ...]) -> str:
-    return " or ".join(json.dumps(value) for value in values)

@@ -601,8 +601,6 @@ def find_scheme(
     format = format or SCHEMES[name].method
 
     of_name = [scheme for scheme in (ASYMMETRIC if asymmetric else VARIANTS) if scheme.name == name]
-    if not of_name and SCHEMES[name].asymmetric:
-        raise UsageError(f"--scheme {name} always has zero points", "leave --asymmetric out")
     if not of_name:
         raise UsageError(f"--scheme {name} has no zero points", "use --scheme int4, or leave --asymmetric out")
 
@@ -696,7 +694,7 @@ def find_others(
 
 
 def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
-    """Return whether a config is what this or an earlier version writes for a scheme, alone or mixed with others, with
+    """Return whether a config is what openquant writes for a scheme, alone or mixed with others, with
     or without an FP8 KV cache.
 
     Args:
@@ -710,9 +708,7 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
         for group in (groups.values() if isinstance(groups, dict) else ())
     ]
     written = without_targets(scheme.config(None, {kind: () for kind in kinds if kind is not None}))
-    # Older outputs of ours have no sentence for transformers.
-    older = {key: value for key, value in written.items() if value != TRANSFORMERS_REFUSAL}
-    return None not in kinds and kinds[:1] in ([], [scheme]) and stripped in (written, older)
+    return None not in kinds and kinds[:1] in ([], [scheme]) and stripped == written
 
 
 def _is_group_of(group: Any, scheme: Scheme) -> bool:

@@ -436,22 +436,13 @@ def _unfit_note(scheme: Scheme, limits: EngineLimits, unfit: list[list[str]]) ->
     share = _share([module for modules in unfit for module in modules], limits.decisions.layers)
     if scheme.format.static:
         return f"no static activation scale is known for {share}, which stay unquantized"
-    splits = [[split for module in modules if (split := limits.entry.rule(module).split)] for modules in unfit]
-    interleaved = all(any(split.interleaved for split in group) for group in splits)
-    strict = any(split.interleaved_all or split.interleaved_rows for group in splits for split in group)
-
     unit = "groups"
     if (scheme.format.group[0] or 1) > 1:
         unit = "blocks"
     reason = f"{unit} do not divide"
     if limits.options.tp is not None:
         reason += f" on {limits.options.tp} ranks"
-    if interleaved:
-        reason = "engines sort rows by heads"
-    others = "tensor or channel"
-    if strict:
-        others = "channel"
-    return f"{reason}, which leaves {share} unquantized; --scheme {others} quantizes them too"
+    return f"{reason}, which leaves {share} unquantized; --scheme channel quantizes them too"
 
 
 def _decide(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Decision]:

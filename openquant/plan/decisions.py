@@ -310,7 +310,7 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
         texts: the calibration texts, {"documents": 128, "length": 512}: the number of documents and of tokens in each.
 
     Returns:
-        One sentence each: how many layers are rounded, whether the texts are too few, and how experts are rounded.
+        One sentence each: how many layers are rounded, and whether the texts are too few.
     """
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
@@ -323,13 +323,6 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
         notes.append(
             f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of it a "
             f"lot: --samples {-(-inputs // length)} gives enough"
-        )
-
-    experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)
-    if experts:
-        notes.append(
-            f"{experts} of them are experts, each rounded with the Hessian over the tokens routed to it; without any "
-            "tokens gate and up use the Hessian over all tokens of their layer, and down is rounded to nearest"
         )
 
     return notes

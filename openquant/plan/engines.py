@@ -6,14 +6,12 @@ Other notes say what the output lacks of the source.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatchcase
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.model_files import INDEX_FILE, SINGLE_FILE
-from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
 from ..formats.quantization import find_quantization
-from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
+from ..formats.schemes import INT8_W8A16, MIXED, Scheme
 from ..patterns import collapse
 from ..registry.architecture import Architecture, ModuleRules, Refusal, SGLangLimits, is_embedding, is_head
 from ..version import SGLANG, VLLM
@@ -339,9 +337,6 @@ def is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
     return is_said or not any(is_head(info.module) for info in checkpoint.tensors.values())
 
 
-_SENTENCE_TRANSFORMERS = {"modules.json", "config_sentence_transformers.json"}
-
-
 def entry_notes(model: Architecture) -> list[str]:
     """Return a note on how an entry outside the registry was made.
 
@@ -369,7 +364,7 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
         for name in checkpoint.unindexed
     ]
 
-    beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
+    beside = [name for name in checkpoint.left_out if name.endswith(".safetensors") and "/" not in name]
     for name in beside:
         if name == SINGLE_FILE:
             why = f"it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"
@@ -403,30 +398,6 @@ def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:
     return [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
 
 
-def mlx_notes(model: Architecture, schemes: Iterable[Scheme]) -> list[str]:
-    """Return a note on an output that mlx-lm loads without an error and computes wrongly.
-
-    Args:
-        model: the architecture's entry.
-        schemes: all schemes of the output.
-
-    Returns:
-        A list of one sentence; empty if mlx-lm reads the output, or refuses it.
-    """
-    # Of other formats than those measured mlx-lm refuses all.
-    misread = [
-        scheme.name
-        for scheme in schemes
-        if MLX_LM.get(scheme.name) == "misread" and scheme.method == SCHEMES[scheme.name].method
-    ]
-    if model.name not in MLX_LM_CLASSES or not misread:
-        return []
-    return [
-        f"{MLX_LM_VERSION} misreads {', '.join(misread)} of this class without an error: give it what `openquant "
-        "dequantize` makes of the output"
-    ]
-
-
 def output_notes(
     checkpoint: Checkpoint, weights: Collection[Weight], entry: ModuleRules, decisions: Decisions, options: PlanOptions
 ) -> list[str]:
@@ -442,7 +413,7 @@ def output_notes(
     Returns:
         Sentences for the user.
     """
-    notes = [*engine_notes(entry, decisions), *mlx_notes(entry.model, decisions.schemes)]
+    notes = engine_notes(entry, decisions)
 
     if options.fp8_kv_cache:
         notes += serving_notes(entry.model, decisions)
@@ -452,8 +423,7 @@ def output_notes(
             "give --kv-cache fp8 here so that engines do by default"
         )
 
-    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions)]
-    notes += [*_pooling_notes(checkpoint, decisions), *_head_notes(decisions, options)]
+    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions), *_head_notes(decisions, options)]
 
     several = len({scheme.name for scheme in decisions.schemes}) > 1
     notes += dict.fromkeys(
@@ -490,23 +460,6 @@ def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
     return [f"left out, as engines refuse them: {', '.join(collapse(names))}"]
 
 
-def _pooling_notes(checkpoint: Checkpoint, decisions: Decisions) -> list[str]:
-    """A note on a quantized output head of an embedding model or reranker.
-
-    vLLM (models/adapters.py:125-131, 538-541) serves these without the head, or with an unquantized one.
-    """
-    files = _SENTENCE_TRANSFORMERS & checkpoint.files.keys()
-    if not (files or checkpoint.config.get("classifier_from_token")):
-        return []
-    if not any(is_head(weight.module) for weight, _ in decisions.kinds):
-        return []
-    said_by = min(files, default="config.json")
-    return [
-        f"{said_by} says that this is an embedding model or reranker, and vLLM serves none with a quantized output "
-        "head: leave --quantize-lm-head out"
-    ]
-
-
 def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:
     """A note on an output head of few bits, unless layers have schemes of their own by the user or by a mixture."""
     bits = INT8_W8A16.format.number.bits
@@ -521,28 +474,17 @@ def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:
 
 
 def _requantized_notes(decisions: Decisions) -> list[str]:
-    """Notes about layers whose codes could be kept if the scheme had their zero points or act-order."""
-    zero_points = act_order = divided = 0
-    for layer, scheme in decisions.quantized:
-        form = layer.format
-        divided += layer.divides_into(scheme.format)
-        if form is None or (form.number, form.group) != (scheme.format.number, scheme.format.group):
-            continue
-        if form.columns is not None and form.columns.act_order:
-            act_order += 1
-        elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
-            zero_points += 1
-
-    notes = []
-
-    if divided:
-        notes.append(
-            f"{divided} layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of "
-            "fused layers is more than 2^17 times the smallest, which are quantized again"
-        )
-    if zero_points:
-        notes.append(f"{zero_points} layers have zero points and are quantized again; --asymmetric keeps their codes")
-    if act_order:
-        notes.append(f"{act_order} layers have act-order (g_idx) and are quantized again")
-
-    return notes
+    """A note about layers whose codes could be kept if the scheme had their zero points."""
+    layers = [
+        layer
+        for layer, scheme in decisions.quantized
+        if layer.format is not None
+        and layer.format.zero_point is not None
+        and not (layer.format.columns and layer.format.columns.act_order)
+        and (layer.format.number, layer.format.group) == (scheme.format.number, scheme.format.group)
+        and scheme.group_size is not None
+        and not scheme.asymmetric
+    ]
+    if not layers:
+        return []
+    return [f"{len(layers)} layers have zero points and are quantized again; --asymmetric keeps their codes"]

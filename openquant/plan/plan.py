@@ -91,7 +91,6 @@ from .serving import (
     expect_calibration,
     find_cached_attentions,
     find_input_absmax,
-    require_widths,
     serving_notes,
 )
 
@@ -338,8 +337,6 @@ class Planner:
         # for embeddings, output heads and routers.
         in_scheme = isinstance(choice, SourceChoice) or _all_in_scheme(weights.values(), of_layers)
         entry, items, layers, fused = self._sort(model, choice, in_scheme)
-        if options.calibration is not None:
-            require_widths(options.calibration, layers.values())
         if options.transforms is not None:
             apply_transforms(items, layers, options.transforms)
 
@@ -554,8 +551,6 @@ def make_unchanged_plan(
     sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
 
     options = expect_calibration(options, decoded.tensors, required=False)
-    if options.calibration is not None:
-        require_widths(options.calibration, layers.values())
     items: dict[str, list[Item]] = {
         shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
     }

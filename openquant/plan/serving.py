@@ -23,7 +23,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import PlanError, SourceError
+from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
@@ -36,7 +36,7 @@ from ..registry.architecture import MTP_LAYER, Architecture, CachedRows, ModuleR
 from ..registry.parts import HEADS
 from ..version import SGLANG
 from ..weights.find import decoded_view
-from ..weights.statistics import Calibration, PlaceholderCalibration, placeholder_calibration
+from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
 from .architecture import (
     ParallelSize,
@@ -679,7 +679,7 @@ def add_scales(
             )
 
     if calibration is not None:
-        return [_calibration_note(calibration, attentions)]
+        return [f"scales of the KV cache are powers of two, from a calibration with {calibration.described}"]
 
     count = sum(name is not None for number in attentions for name in source_scales.get(number, (None, None)))
     if count:
@@ -711,29 +711,6 @@ def _require_scalar(info: TensorInfo) -> TensorInfo:
     return info
 
 
-def _calibration_note(calibration: Calibration, attentions: Mapping[int, str]) -> str:
-    """A note that says for which layers the calibration's scales are needed."""
-    needed = [
-        f"{path} (keys up to {keys:.4g}, values up to {values:.4g})"
-        for number, path in attentions.items()
-        for keys, values in (calibration.cached[number],)
-        if not all(1 <= absmax <= E4M3.largest for absmax in (keys, values))
-    ]
-
-    text = f"scales of the KV cache are powers of two, from a calibration with {calibration.described}"
-    if isinstance(calibration, PlaceholderCalibration):
-        return text
-
-    text += ": "
-
-    if not needed:
-        return f"{text}1 would do in all of {len(attentions)} layers"
-
-    more = f" and {len(needed) - 3} more" if len(needed) > 3 else ""
-    enough = len(attentions) - len(needed)
-    return f"{text}1 would do in {enough} of {len(attentions)} layers, but not in {', '.join(needed[:3])}{more}"
-
-
 def serving_notes(model: Architecture, decisions: Decisions) -> list[str]:
     """Return notes on how engines use an FP8 KV cache.
 
@@ -752,10 +729,6 @@ def serving_notes(model: Architecture, decisions: Decisions) -> list[str]:
     if model.sglang.ignores_cache_scales and any(kept.value not in (None, 1.0) for kept in decisions.passthrough):
         notes.append(f"{SGLANG} silently uses 1 in place of these scales of the KV cache")
     return notes
-
-
-# How many layers a note names experts of.
-_MOST_NAMED = 4
 
 
 def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: bool) -> PlanOptions:
@@ -783,30 +756,6 @@ def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: b
             "dynamic activation scales",
         )
     return replace(options, calibration=placeholder_calibration(tensors, options.texts))
-
-
-def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
-    """Refuse a calibration whose input statistics have another width than a layer.
-
-    Args:
-        calibration: statistics of the inputs of layers; a placeholder is accepted.
-        layers: the weights [out, in] that may be quantized.
-
-    Raises:
-        SourceError: of the layers that share some statistics, none has their width; the message names the calibration
-            file and the first of these layers.
-    """
-    by_name = {weight.source.name: weight for weight in layers} if calibration.model else {}
-    for statistics in calibration.inputs:
-        weights = [by_name[name] for name in statistics.tensors if name in by_name]
-        # One matching expert is enough: in Ernie 4.5 VL the experts for images are narrower, and transformers' module
-        # does not tell them from the others.
-        if statistics.tokens and weights and all(statistics.absmax.shape != (weight.shape[1],) for weight in weights):
-            raise SourceError(
-                f"{calibration.file}: {weights[0].source.name} has {weights[0].shape[1]} inputs, and the calibration "
-                f"{len(statistics.absmax)}",
-                "make it again: openquant calibrate MODEL -o FILE",
-            )
 
 
 def find_input_absmax(
@@ -901,26 +850,18 @@ def unrouted_note(
     Returns:
         A list of one sentence; empty if there are no such experts.
     """
-    unrouted: dict[str, set[int]] = {}
+    unrouted: dict[str, int] = {}
 
     for module in modules:
         experts = entry.experts(module)
         statistics = calibration.of(layers[module].source.name)
         if experts and statistics is not None and statistics.routed is not None:
-            number = module.removeprefix(f"{experts}.").partition(".")[0]
-            if number.isdecimal() and statistics.routed[int(number) : int(number) + 1] == (0,):
-                unrouted.setdefault(experts, set()).add(int(number))
+            unrouted[experts] = statistics.routed.count(0)
 
-    if not unrouted:
+    count = sum(unrouted.values())
+    if not count:
         return []
-
-    names = [
-        f"{experts}.{{{','.join(map(str, sorted(numbers)))}}}"
-        for experts, numbers in list(unrouted.items())[:_MOST_NAMED]
-    ]
-    more = f" and in {len(unrouted) - _MOST_NAMED} more layers" if len(unrouted) > _MOST_NAMED else ""
-
     return [
-        f"no token was routed to {sum(map(len, unrouted.values()))} experts, which use the scale of the others of "
-        f"their layer: {', '.join(names)}{more}; more texts (--samples) would reach them"
+        f"no token was routed to {count} experts, which use the scale of the others of their layer; more texts "
+        "(--samples) would reach them"
     ]

@@ -18,7 +18,6 @@ from ..files.model_files import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SING
 from ..formats.numbers import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import (
     Quantization,
-    check_config_values,
     quantization_places,
     read_quantization,
     setting_repr,
@@ -51,7 +50,7 @@ def check_headers(
     Raises:
         SourceError: the index cannot be read.
     """
-    findings = Findings(ours, list(quantization.problems))
+    findings = Findings(ours)
     scheme = check_settings(checkpoint, quantization, findings)
     codes_and_scales = list(pairs(checkpoint.tensors, quantization))
 
@@ -388,7 +387,7 @@ def without_quantization(config: dict[str, Any], keys: Iterable[str] = ()) -> di
 def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings: Findings) -> Scheme | None:
     """Check the quantization_config.
 
-    In an output of openquant it must be what openquant writes. In others, all settings must be ones that engines read.
+    In an output of openquant it must be what openquant writes.
 
     Args:
         checkpoint: the opened directory.
@@ -411,10 +410,6 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
         return scheme
 
     if not findings.ours:
-        problems, unknown = check_config_values(settings)
-        findings.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
-        if unknown:
-            findings.notes.append(f"config.json: no engine is known to read quantization_config.{', '.join(unknown)}")
         return None
 
     if scheme is None:

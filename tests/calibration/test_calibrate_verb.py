@@ -205,8 +205,8 @@ def test_a_mixture_has_the_scales_that_engines_fuse(tmp_path: Path) -> None:
     out, reporter = tmp_path / "out", Recording()
     plan = compress(root, out, activation_scheme="static", calibration=tmp_path / "x", reporter=reporter)
     assert (
-        f"no token was routed to 2 experts, which use the scale of the others of their layer: {experts}.{{1,3}}; "
-        "more texts (--samples) would reach them"
+        "no token was routed to 2 experts, which use the scale of the others of their layer; more texts (--samples) "
+        "would reach them"
     ) in reporter.of_plan
 
     def largest(*names: str) -> np.float32:

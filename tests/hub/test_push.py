@@ -352,7 +352,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no quantization": ("config.json", changed(lambda config: config.pop("quantization_config")),
                         " is F8_E4M3, but config.json has no quantization_config"),
     "listed": ("config.json", changed(lambda config: config["quantization_config"]["ignored_layers"].append(LISTED)),
-               "config.json: ignored_layers lists model.layers.1."),
+               " is F8_E4M3, but ignored_layers lists model.layers.1."),
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -96,13 +95,3 @@ def test_what_says_how_weights_are_stored_is_refused() -> None:
         compress("anything", None, "none")
     assert caught.value.message == "--scheme none leaves weights as they are, and nothing else is asked for"
     assert caught.value.hint == "give --kv-cache fp8 too, for KV-cache scales, or choose another scheme"
-
-
-def test_other_configs_without_groups_are_no_quantization(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    compress(small_checkpoints.write(tmp_path / "source"), out, "none", kv_cache="fp8")
-    change_json(out / "config.json", lambda found: found["quantization_config"].update(format="sparse"))
-    assert verify(out).problems == ("config.json: openquant does not write such a quantization_config",)
-    change_json(out / "config.json", lambda found: found["quantization_config"].update(kv_cache_scheme=None))
-    with pytest.raises(UsageError, match="config.json has no config_groups"):
-        verify(out)

@@ -275,10 +275,6 @@ def test_a_listed_layer_that_is_quantized(ours: tuple[Path, Path]) -> None:
     assert verify(out, source, full=True).problems == (
         message, f"config.json: ignored_layers lists {DOWN}, the plan does not"
     )  # fmt: skip
-    change_json(out / "config.json", lambda config: config["quantization_config"][lists[1]].remove(DOWN))
-    assert verify(out).problems == (
-        f"config.json: ignored_layers lists {DOWN}, modules_to_not_convert does not", message
-    )  # fmt: skip
 
 
 def remove(out: Path, *names: str) -> None:
@@ -446,7 +442,6 @@ def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> Non
     assert_clean(verify(out))
     change_json(out / "config.json", lambda config: config["quantization_config"].pop("activation_scheme"))
     assert verify(out).problems == (
-        "config.json: activation_scheme is null, neither dynamic nor static",
         'config.json: quantization_config.activation_scheme is missing, openquant writes "dynamic"',
     )
 
@@ -773,8 +768,6 @@ def test_what_the_source_lacks_is_found_with_it_too(tmp_path: Path) -> None:
         "config.json does not fit the tensors: vocab_size is 500, and model.embed_tokens.weight is [512, 256] (2 tensors)",
     )
     assert verify(out).problems == verify(out, source).problems == problems
-    change_json(out / "config.json", lambda config: config.update(num_hidden_layers="four"))
-    assert verify(out).problems == ("config.json gives num_hidden_layers 'four', which is no number of layers",)
 
 
 def four_layers(root: Path) -> Path:

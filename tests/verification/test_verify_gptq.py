@@ -56,21 +56,10 @@ def part_of_a_row_zeroed(codes: torch.Tensor, signs: int) -> torch.Tensor:
     return codes
 
 
-def two_rows_swapped(codes: torch.Tensor, signs: int) -> torch.Tensor:
-    return codes[[0, 2, 1, *range(3, len(codes))]]
-
-
-def one_row_negated(codes: torch.Tensor, signs: int) -> torch.Tensor:
-    codes[3] ^= signs
-    return codes
-
-
 # Each does its damage to a matrix of its own.
 DAMAGE = {
     "model.layers.0.mlp.up_proj": zeroed,
     "model.layers.0.mlp.gate_proj": negated,
-    "model.layers.1.mlp.up_proj": two_rows_swapped,
-    "model.layers.1.mlp.gate_proj": one_row_negated,
     "model.layers.2.mlp.up_proj": one_row_zeroed,
     "model.layers.2.mlp.gate_proj": part_of_a_row_zeroed,
 }
@@ -102,13 +91,13 @@ def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path]
     report = verify(out, EXAMPLE, full=True)
     assert report.problems == ()
 
-    planted = [*DAMAGE] if scheme == "int4" else [*DAMAGE][:4]
+    planted = [*DAMAGE] if scheme == "int4" else [*DAMAGE][:2]
     with damaged(out, {f"{name}.{last}": partial(DAMAGE[name], signs=signs) for name in planted}):
         problems = verify(out, EXAMPLE, full=True).problems
     assert len(problems) == len(planted), problems
     for name in planted:
         [problem] = [each for each in problems if f": {name}.{last} " in each]
-        said = ("where GPTQ explains", "holds other weights than the source's in row", "has one code in all of columns")
+        said = ("where GPTQ explains", "has one code in all of columns")
         assert any(text in problem for text in said), problem
 
 

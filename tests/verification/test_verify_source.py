@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from conftest import change_json
 from openquant import Report, compress, verify
 from openquant.cli.commands import main
-from openquant.formats.quantization import check_config_values
-from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, SCHEMES, TENSOR, TRANSFORMERS_REFUSAL
+from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, SCHEMES, TENSOR
 from openquant.verification.checks import judge_config
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -157,82 +156,12 @@ def test_a_config_that_transformers_saved_again_computes_the_same(tmp_path: Path
 # quantization_config.
 
 
-def put(settings: dict[str, Any], place: str, value: Any) -> None:
-    """Set a value, or delete it if that is `...`."""
-    *path, key = place.split(".")
-    for part in path:
-        settings = settings[part]
-    settings[key] = value
-    if value is ...:
-        del settings[key]
-
-
-UNREAD = [
-    ("fmt", "e5m2", 'is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'),
-    ("scale_fmt", "ue7m1", f'is "ue7m1", engines read null or "float" or "ue8m0" or "{TRANSFORMERS_REFUSAL}"'),
-    ("expert_dtype", "fp4", 'is "fp4", engines read null or "fp8"'),
-]
-
-
-def test_values_that_nothing_reads_in_the_fp8_format(subtests: pytest.Subtests, others: Path) -> None:
-    assert found(verify(others)) == ((), ())
-    config = (others / CONFIG).read_bytes()
-    for place, value, message in UNREAD:
-        with subtests.test(place=place):
-            (others / CONFIG).write_bytes(config)
-            change_settings(others, lambda settings, place=place, value=value: put(settings, place, value))
-            assert found(verify(others)) == ((f"config.json: quantization_config.{place} {message}",), ())
-
-
-def test_the_sentence_for_transformers_is_for_one_scale_per_tensor_only(tmp_path: Path, source: Path) -> None:
-    assert check_config_values({**BLOCKS, "scale_fmt": None}) == ([], [])
-    problems, _ = check_config_values({**BLOCKS, "scale_fmt": TRANSFORMERS_REFUSAL})
-    assert problems == [f'scale_fmt is "{TRANSFORMERS_REFUSAL}", engines read null or "float" or "ue8m0"']
-
-
-GROUP = "config_groups.group_0"
-FORMATS = 'engines read "float-quantized" or "naive-quantized" for its weights'
-UNREAD_GROUPS = [
-    ("quantization_status", "squeezed",
-     'quantization_status is "squeezed", engines read "compressed" or "frozen" or "calibration" or "initialized"'),
-    ("format", "dense", f'{GROUP} has the format "dense", {FORMATS}'),
-    (f"{GROUP}.format", "pack-quantized", f'{GROUP} has the format "pack-quantized", {FORMATS}'),
-    # A long value is cut.
-    ("kv_cache_scheme", "f" * 300, f'kv_cache_scheme is "{"f" * 199}..., engines read null or an object'),
-    ("kv_cache_scheme", {"type": "int"}, 'kv_cache_scheme.type is "int", engines read "float"'),
-    (f"{GROUP}.weights.symmetric", "yes", f'{GROUP}.weights.symmetric is "yes", engines read true'),
-    (f"{GROUP}.weights.actorder", "group", f'{GROUP}.weights.actorder is "group", engines read null or false'),
-    (f"{GROUP}.input_activations.type", "flaot", f'{GROUP}.input_activations.type is "flaot", engines read "float"'),
-    (f"{GROUP}.input_activations.strategy", "channel",
-     f'{GROUP}.input_activations.strategy is "channel", engines read "token" or "tensor" or "group" for dynamic activations'),
-    (f"{GROUP}.output_activations", {}, f"{GROUP}.output_activations is {{}}, engines read null"),
-]  # fmt: skip
-
-
-def test_values_that_nothing_reads_in_compressed_tensors(
-    subtests: pytest.Subtests, source: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    compress(source, out, "channel", workers=1)
-    (out / ".openquant.json").unlink()
-    (out / "README.md").unlink()
-    config = (out / CONFIG).read_bytes()
-    for place, value, message in UNREAD_GROUPS:
-        with subtests.test(place=place, value=value):
-            (out / CONFIG).write_bytes(config)
-            change_settings(out, lambda settings, place=place, value=value: put(settings, place, value))
-            assert f"config.json: quantization_config.{message}" in verify(out).problems
-
-
-def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> None:
+def test_keys_that_openquant_does_not_write_are_a_problem(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(source, out, "channel", workers=1)
     change_settings(out, lambda settings: settings["config_groups"]["group_0"]["weights"].update(more=1))
     place = "quantization_config.config_groups.group_0.weights.more"
     assert found(verify(out)) == ((f"config.json: {place} is 1, openquant writes none",), ())
-    (out / ".openquant.json").unlink()
-    (out / "README.md").unlink()
-    assert found(verify(out)) == ((), (f"config.json: no engine is known to read {place}",))
 
 
 def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> None:
