@@ -264,7 +264,7 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
 
 
 def shell_word(path: str) -> str:
-    """Return a path as it is typed in a shell: quoted if necessary, on one line, and never read as an option.
+    """Return a path as it is typed in a shell: quoted if necessary, and never read as an option.
 
     Args:
         path: path, repository or other argument of a command.

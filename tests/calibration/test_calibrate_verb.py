@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -316,27 +315,3 @@ def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, subtests: pytes
                     compress(source, output, "int4", gptq=True, reporter=reporter, **SMALL)
             assert not (tmp_path / "x").exists()
             assert not (output / "eval.json").exists()
-
-
-def test_inputs_of_another_width_are_refused(calibration: Path, tmp_path: Path) -> None:
-    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
-    options: list[dict[str, Any]] = [
-        {"activation_scheme": "static"},
-        {"scheme": "channel", "kv_cache": "fp8"},
-        {"scheme": "none", "kv_cache": "fp8"},
-        {"scheme": "int8", "smooth": 0.5},
-        {"scheme": "int4", "awq": True},
-    ]
-    some = np.ones(3, np.float32)
-    inputs = [
-        replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
-    ]
-    (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
-    # Queries, keys and values have one input.
-    layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
-    said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration 3"
-    for each in options:
-        with pytest.raises(SourceError) as caught:
-            compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **each)
-        assert re.fullmatch(said, caught.value.message), each
-        assert not (tmp_path / "out").exists()

@@ -9,20 +9,21 @@ import pytest
 
 from conftest import EXAMPLE
 from openquant import compress, diagnose, verify
-from openquant.errors import UsageError
 from openquant.formats import quantization, schemes
-from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, SCHEMES, ZERO_POINT, find_scheme
-
-TOY = replace(
-    INT8_W8A16,
-    format=replace(INT8_W8A16.format, zero_point=ZERO_POINT),
-    suffix="-toy",
-    settings=schemes._compressed_tensors({"strategy": "channel", "symmetric": False}, None, "pack-quantized", "int"),
-)
+from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, SCHEMES, ZERO_POINT
 
 
 def test_it_is_written_verified_and_diagnosed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    toy = replace(TOY, searches_scales=True, clip_ratios=(1.0, 0.99, 0.98))
+    toy = replace(
+        INT8_W8A16,
+        format=replace(INT8_W8A16.format, zero_point=ZERO_POINT),
+        suffix="-toy",
+        settings=schemes._compressed_tensors(
+            {"strategy": "channel", "symmetric": False}, None, "pack-quantized", "int"
+        ),
+        searches_scales=True,
+        clip_ratios=(1.0, 0.99, 0.98),
+    )
     for module in (schemes, quantization):
         monkeypatch.setattr(module, "ASYMMETRIC", (*ASYMMETRIC, toy))
     compress(EXAMPLE, tmp_path / "out", "int8-weights", asymmetric=True)
@@ -32,10 +33,3 @@ def test_it_is_written_verified_and_diagnosed(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setitem(SCHEMES, "toy", replace(toy, name="toy"))
     diagnosed = {layer.module: layer.errors["toy"] for layer in diagnose(EXAMPLE, full=True).layers}
     assert diagnosed == {error.module: pytest.approx(error.relative, rel=1e-3) for error in report.errors}
-
-
-def test_one_of_its_own_name_needs_no_option_for_zero_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES, "toy", replace(TOY, name="toy"))
-    with pytest.raises(UsageError) as error:
-        find_scheme("toy", asymmetric=True)
-    assert (error.value.message, error.value.hint) == ("--scheme toy always has zero points", "leave --asymmetric out")

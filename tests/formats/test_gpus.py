@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openquant.formats.hardware import ENGINES_FOR, GPUS, HARDWARE, LONGEST, find_gpu, is_apple, nearest_gpus
+from openquant.formats.hardware import ENGINES_FOR, GPUS, HARDWARE, find_gpu, is_apple, nearest_gpus
 
 
 def test_a_name_is_found_however_it_is_written() -> None:
@@ -32,9 +32,7 @@ def test_a_name_is_found_however_it_is_written() -> None:
         "AMD Radeon RX 9070 XT": "RX 9070 XT",
         "AMD Radeon AI PRO R9700": "R9700",
         "cpu": "CPU",
-        **dict.fromkeys(
-            ["", "409", "a100", "RTX 6000", "4060 Ti", "3060 8GB", "24GB", "m3-max", "4090" + " " * LONGEST]
-        ),
+        **dict.fromkeys(["", "409", "a100", "RTX 6000", "4060 Ti", "3060 8GB", "24GB", "m3-max"]),
     }
     found = {text: find_gpu(text) for text in expected}
     assert {text: gpu and gpu.name for text, gpu in found.items()} == expected
@@ -55,7 +53,6 @@ def test_near_names_are_offered() -> None:
     assert set(nearest_gpus("RTX 6000")) == {"RTX 6000 Ada", "RTX PRO 6000", "A6000"}
     assert nearest_gpus("radeon-vii-x") == ()
     assert set(nearest_gpus("Radeon RX 7900")) == {"RX 7900 XT", "RX 7900 XTX"}
-    assert nearest_gpus("4090" + " " * LONGEST) == ()
 
 
 def test_apple_is_recognized() -> None:

@@ -12,7 +12,6 @@ from openquant.formats.hardware import (
     GENERATIONS,
     HARDWARE,
     KERNELS,
-    MLX_LM,
     arithmetic_on,
     find_kernel,
     generation_of,
@@ -36,7 +35,6 @@ def test_kernels_name_what_there_is_and_none_is_hidden_by_those_before_it():
     assert {kernel.engine for kernel in KERNELS} == {*ENGINES}
     assert {name for kernel in KERNELS for name in kernel.schemes} == {*SCHEMES}
     assert {where for kernel in KERNELS for where in kernel.hardware} == {*HARDWARE}
-    assert {*MLX_LM} <= {*SCHEMES}
     asked = itertools.product(ENGINES, SCHEMES, HARDWARE, (False, True))
     assert {find_kernel(*question) for question in asked} - {None} == {*KERNELS}
 

@@ -172,13 +172,6 @@ def test_a_scheme_is_known_by_its_config() -> None:
         settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
         assert read_quantization({"quantization_config": settings}).scheme is scheme
         assert as_written(scheme, settings), scheme.suffix
-    # An older output has no sentence.
-    for scheme in (TENSOR, TENSOR_STATIC):
-        settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
-        del settings["scale_fmt"]
-        assert read_quantization({"quantization_config": settings}).scheme is scheme
-        assert as_written(scheme, settings)
-        assert not as_written(scheme, settings | {"scale_fmt": "one scale"})
     assert not as_written(BLOCK, BLOCK.settings | dict.fromkeys(BLOCK.ignored_keys) | SENTENCE)
 
 
@@ -361,19 +354,6 @@ def test_schemes_that_no_config_holds_together() -> None:
     )
 
 
-def test_scales_that_are_powers_of_two_are_the_least_that_hold_the_largest_weight() -> None:
-    """For MXFP4 what is below 7 is held, as 6."""
-    for form, most, low, high in ((BLOCK_UE8M0.format, 448, -126, 120), (MXFP4.format, 7, -120, 124)):
-        power = np.exp2(np.arange(low, high, dtype=np.float32))[:, None]
-        largest = np.float32(most) * power
-        absmax = np.concatenate(
-            [np.nextafter(largest, np.float32(0)), largest, np.nextafter(largest, np.float32(np.inf))], 1
-        )
-        expected = np.concatenate([power, power if most == 448 else 2 * power, 2 * power], 1)
-        np.testing.assert_array_equal(form.scales(absmax), expected)
-        np.testing.assert_array_equal(group_scale(torch.from_numpy(absmax), form).numpy(), expected)
-
-
 def test_golden_bytes_of_mxfp8() -> None:
     weight = torch.zeros(2, 96)
     weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
@@ -461,28 +441,3 @@ def test_fp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: fl
         stored = stored_scale(scale, form, (64, 128), divisor)
         assert torch.equal(stored.view(torch.uint8), packed["weight_scale"].view(torch.uint8)), scheme.suffix
         assert torch.equal(encode(weight, scale, form), packed["weight_packed"]), scheme.suffix
-
-
-def test_stored_shapes() -> None:
-    shapes = [
-        (TENSOR, ()),
-        (TENSOR_COMPRESSED, (1,)),
-        (BLOCK_COMPRESSED, (3, 2)),
-        (MXFP8, (384, 8)),
-        (CHANNEL, (384, 1)),
-        (BLOCK, (3, 2)),
-    ]
-    assert [(scheme, scheme.format.scale_shape((384, 256))) for scheme, _ in shapes] == shapes
-    for scheme, shape, error in (
-        (BLOCK, (256, 128), None),
-        (BLOCK, (192, 128), "192 x 128 does not divide into 128 x 128 blocks"),
-        (BLOCK, (128, 960), "128 x 960 does not divide into 128 x 128 blocks"),
-        (TENSOR, (3, 5), None),
-        (CHANNEL, (3, 5), None),
-        (MXFP8, (3, 64), None),
-        (MXFP8, (64, 48), "48 inputs per row do not divide into groups of 32"),
-        (INT8_W8A16, (3, 64), None),
-        (INT8_W8A16, (64, 50), "rows of 50 do not divide into words of 4 codes"),
-    ):
-        assert scheme.format.shape_error(shape) == error
-    assert (INT8_W8A16.format.indivisible, INT8_W8A8.format.indivisible) == ((1, 4), (1, None))

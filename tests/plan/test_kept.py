@@ -151,15 +151,16 @@ def in_float32(weight: torch.Tensor) -> Weights:
 
 REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "activations as they are": (
-        by_rows(), group("channel"), f"{Q}.weight: FP8 with one scale per channel, F32 scales, 16-bit activations"
+        by_rows(), group("channel"), f"{Q}.weight: FP8 with one scale per channel, F32 scales, activations as they are"
     ),
     "act-order": (
         gptq(act=True), gptq_config(act=True),
-        f"{Q}.qweight: INT4 with one scale per 1x32 block, F16 scales, 16-bit activations",
+        f"{Q}.qweight: INT4 with one scale per 1x32 block, F16 scales, inputs in any order (act-order), activations as "
+        "they are",
     ),
     "scales that would be rounded": (
         in_float32, INT4,
-        f"{Q}.weight_packed: INT4 with one scale per 1x32 block, F32 scales, 16-bit activations",
+        f"{Q}.weight_packed: INT4 with one scale per 1x32 block, F32 scales, activations as they are",
     ),
 }  # fmt: skip
 

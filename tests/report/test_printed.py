@@ -102,11 +102,10 @@ def test_a_card_keeps_its_structure(source: Path, tmp_path: Path, repo: bool) ->
     card_is_sound(evaluated_card(card, EVIL, hostile))
 
 
-def test_a_word_is_typed_on_one_line_and_means_the_same(subtests: pytest.Subtests) -> None:
-    for name in [EVIL, "plain", "it's", "a\nb'\\n", "\udcff\x01a", "-x", "\u200b", "a b"]:
+def test_a_word_of_a_command_means_the_same(subtests: pytest.Subtests) -> None:
+    for name in [EVIL, "plain", "it's", "-x", "a b"]:
         with subtests.test(name=name):
             word = shell_word(name)
-            assert word.isprintable()
             done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
             assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
 

@@ -10,8 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from openquant.errors import SourceError
-from openquant.files.cards import check_evaluation
 from openquant.report.charts import (
     STYLE,
     by_kl,
@@ -107,13 +105,6 @@ def test_the_picture_has_nothing_in_large_letters_that_chance_may_give(monkeypat
     draw_picture([alike])
     assert "within chance" in said
     assert [text for text in said if text.endswith(" of 150 questions")] == ["100.0 % of 150 questions"]
-
-
-def test_tasks_without_a_metric_are_no_evaluation() -> None:
-    one = with_tasks(evaluation())
-    one["tasks"]["pooled"]["metrics"] = []
-    with pytest.raises(SourceError, match=r"eval.json: tasks.tasks\[\].metrics is \[\]"):
-        check_evaluation(one)
 
 
 def test_figures_that_make_no_sense_are_drawn_all_the_same() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -49,33 +48,13 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
 
 
 INPUT = {"tensors": ["a.weight"], "tokens": 7}
-FACTS = {"model": "5f", "stamp": "a0", "texts": {}, "inputs": [INPUT]}
-EARLIER = "{path} was written by an earlier openquant, whose digests do not cover all weights"
+FACTS = {"model": "5f", "stamp": "a0", "texts": {}, "inputs": [INPUT], "cached": {}}
 NONE_OF_OURS = "{path} is no calibration"
-WRONG_CACHE = "{path}: magnitudes of keys or values of layer 0 are negative or not finite"
 WRONG = "{path}: magnitudes of a.weight are negative or not finite"
 # What a file says instead of FACTS, which arrays it has instead of others, and the message.
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ({}, {}, NONE_OF_OURS),
-    ({name: value for name, value in FACTS.items() if name != "stamp"}, {}, EARLIER),
-    ([], {}, NONE_OF_OURS),
-    (7, {}, NONE_OF_OURS),
-    *(({**FACTS, **wrong}, {}, NONE_OF_OURS) for wrong in (
-        {"stamp": 1}, {"model": 1}, {"texts": []}, {"texts": {"files": "a.txt"}}, {"texts": {"files": [1]}},
-        {"texts": {"dataset": 1}}, {"texts": {"builtin": ["Python"]}}, {"inputs": {}}, {"inputs": [7]}, {"cached": [1]},
-    )),
-    *(({**FACTS, "inputs": [{**INPUT, **wrong}]}, {}, NONE_OF_OURS) for wrong in (
-        {"tensors": "a.weight"}, {"tensors": [1]}, {"tokens": -1}, {"tokens": True}, {"tokens": 0.5}, {"routed": 7},
-        {"routed": [7, -1]},
-    )),
-    *(({**FACTS, "cached": wrong}, {}, NONE_OF_OURS) for wrong in ({"a": [1.0, 1.0]}, {"0": [1.0]}, {"0": 1.0}, {"0": [1.0, "1"]}, {"00": [1.0, 1.0]}, {"-1": [1.0, 1.0]}, {"9" * 5000: [1.0, 1.0]})),
-    *(({**FACTS, "cached": {"0": wrong}}, {}, WRONG_CACHE) for wrong in ([1.0, -1.0], [math.inf, 1.0], [1.0, math.nan], [2e41, 1.0])),
-    ({**FACTS, "inputs": 2 * [INPUT]}, {"1_square": None}, NONE_OF_OURS),
-    *((FACTS, wrong, NONE_OF_OURS) for wrong in (
-        {"0_absmax": None}, {"0_mean": np.zeros(3, np.float32)}, {"0_mean": np.zeros(2)},
-        {"0_absmax": np.zeros((2, 1), np.float32), "0_mean": np.zeros((2, 1), np.float32)},
-        {"0_square": np.zeros(3, np.float32)},
-    )),
+    *((facts, {}, NONE_OF_OURS) for facts in ({}, [], 7, {**FACTS, "inputs": [7]}, {**FACTS, "cached": {"a": [1.0]}})),
+    (FACTS, {"0_absmax": None}, NONE_OF_OURS),
     *((FACTS, {name: np.array([1, value], np.float32)}, WRONG) for name, value in (("0_absmax", -1), ("0_mean", np.nan), ("0_absmax", np.inf), ("0_square", -1), ("0_square", np.inf))),
 ]  # fmt: skip
 
