@@ -243,7 +243,13 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
 
 
 def best_scales(
-    bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
+    bits: Bits,
+    dtype: str,
+    unclipped: Floats,
+    scales: Floats,
+    number: Number,
+    importance: Floats | None = None,
+    by_size: bool = False,
 ) -> Floats:
     """Choose the scale of each group with the least squared error; of equally good ones the first.
 
@@ -255,6 +261,8 @@ def best_scales(
         number: numeric format of the codes.
         importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
             1 if None.
+        by_size: whether the squared error of a weight counts as much as the weight is large. Then there is no
+            `importance`.
 
     Returns:
         The chosen scales, float32 [groups].
@@ -263,7 +271,7 @@ def best_scales(
     by_input = _NONE
     if importance is not None:
         by_input = np.array(importance.T, order="C")
-    _best(bits, *_kind(dtype), unclipped, scales, *_range(number), chosen, by_input)
+    _best(bits, *_kind(dtype), unclipped, scales, *_range(number), chosen, by_input, by_size)
     return chosen
 
 
@@ -657,6 +665,7 @@ def _best(
     rounds: Any,
     out: Any,
     importance: Any,
+    by_size: Any,
 ) -> None:
     # Groups are columns, `together` at once, so that each sum adds in the order of the weights and still vectorizes.
     groups, width = bits.shape
@@ -672,7 +681,7 @@ def _best(
     unit = np.ones(together, f32)
     error = np.empty(together, f32)
     smallest = np.empty(together, f32)
-    weighs = importance.size > 0
+    weighs = by_size or importance.size > 0
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
 
     for first in range(0, groups, together):
@@ -681,7 +690,13 @@ def _best(
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         _load_columns(bits[first : first + count], half, below, one, raw, turned)
-        if weighs:
+        if by_size:
+            for k in range(turned.shape[0]):
+                line = turned[k]
+                counts = weighed[k]
+                for j in range(together):
+                    counts[j] = abs(line[j])
+        elif weighs:
             _take_importance(importance, first, count, weighed)
 
         for ratio in range(scales.shape[0]):

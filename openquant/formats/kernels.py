@@ -466,7 +466,13 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
 
 
 def best_scales(
-    bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
+    bits: Bits,
+    dtype: str,
+    unclipped: Floats,
+    scales: Floats,
+    number: Number,
+    importance: Floats | None = None,
+    by_size: bool = False,
 ) -> Floats:
     """Choose the scale of each group with the least squared error; of equally good ones the first.
 
@@ -480,6 +486,8 @@ def best_scales(
         number: numeric format of the codes.
         importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
             1 if None.
+        by_size: whether the squared error of a weight counts as much as the weight is large. Then there is no
+            `importance`.
 
     Returns:
         The chosen scales, float32 [groups].
@@ -492,7 +500,7 @@ def best_scales(
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
         groups = np.arange(low, low + weights.shape[1])
         weighting = None if importance is None else np.take(importance.T, groups % len(importance), axis=1)
-        chosen[part] = _best(weights, unclipped[part], scales[:, part], number, weighting)
+        chosen[part] = _best(weights, unclipped[part], scales[:, part], number, weighting, by_size)
     return chosen
 
 
@@ -542,10 +550,15 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
         columns[column + 1 : high] += coefficients[column, column + 1 : high, None] * errors[column]
 
 
-def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None) -> Floats:
+def _best(
+    weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None, by_size: bool
+) -> Floats:
     """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
+    if by_size:
+        weighting = np.abs(weights)
+
     chosen = unclipped
     least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
@@ -756,8 +769,8 @@ def choose_scales(
             rows outside `bits`. Computed from `bits` if None. Schemes with zero points ignore it.
         global_scale: float32 of one element, that of the fused layers, by which scales are multiplied before they are
             stored; computed from `absmax` if None. Schemes without a global scale ignore it.
-        importance: float32 [cols], weights of the squared errors of each column; all are equal if None. Schemes that do
-            not search ignore it.
+        importance: float32 [cols], weights of the squared errors of each column; if None all are equal, or as large as
+            the weights (`Scheme.weighs_by_size`). Schemes that do not search ignore it.
         loops: the module that computes: formats.kernels (numpy) or formats.compiled (numba).
 
     Returns:
@@ -775,7 +788,7 @@ def choose_scales(
         global_scale = choose_shared_scale(fmt, absmax.max(keepdims=True))
     if not scheme.searches_scales:
         return Scales(loops.scales(fmt, absmax, global_scale))
-    return Scales(_search(fmt, bits, dtype, absmax, clip_ratios, global_scale, importance, loops))
+    return Scales(_search(scheme, bits, dtype, absmax, global_scale, importance, loops))
 
 
 def choose_shared_scale(fmt: Format, absmax: Floats) -> Floats:
@@ -795,23 +808,22 @@ def choose_shared_scale(fmt: Format, absmax: Floats) -> Floats:
 
 
 def _search(
-    fmt: Format,
+    scheme: Scheme,
     bits: Bits,
     dtype: str,
     absmax: Floats,
-    clip_ratios: tuple[float, ...],
     global_scale: Floats | None,
     importance: Floats | None,
     loops: Loops,
 ) -> Floats:
     """Return the scale of each group with the least squared error; of equal ones, that of the earlier clip ratio."""
+    fmt = scheme.format
     width = fmt.group[1] or bits.shape[1]
     step = max(1, GROUPS // absmax.shape[1])
     scale = np.empty(absmax.shape, np.float32)
 
-    weighting: tuple[Floats, ...] = ()
-    if importance is not None:
-        weighting = (_relative_importance(importance, width),)
+    by_size = scheme.weighs_by_size and importance is None
+    weighting = None if importance is None else _relative_importance(importance, width)
     # Groups are a single axis below, so the global scale must not have two.
     if global_scale is not None:
         global_scale = global_scale.reshape(1)
@@ -821,7 +833,9 @@ def _search(
         largest = absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # A ratio above 1 may overflow; E4M3 clamps the scale.
-            tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
+            tried = np.stack(
+                [loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in scheme.clip_ratios]
+            )
 
         unclipped = loops.scales(fmt, largest, global_scale)
         if fmt.number.span < fmt.number.largest:
@@ -830,7 +844,7 @@ def _search(
             unclipped = unclipped * signs
             tried *= signs
 
-        best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
+        best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, weighting, by_size)
         scale[low : low + step] = best.reshape(scale[low : low + step].shape)
 
     return scale
