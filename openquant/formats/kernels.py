@@ -781,7 +781,7 @@ def choose_scales(
     fmt = scheme.format
     clip_ratios = scheme.clip_ratios if scheme.searches_scales else (1.0,)
     if fmt.zero_point is not None:
-        return _choose_with_zero_points(fmt, bits, dtype, clip_ratios, importance)
+        return _choose_with_zero_points(scheme, bits, dtype, clip_ratios, importance)
     if absmax is None:
         absmax = loops.absmax(bits, dtype, fmt.group)
     if global_scale is None and fmt.global_scale is not None:
@@ -851,9 +851,10 @@ def _search(
 
 
 def _choose_with_zero_points(
-    fmt: Format, bits: Bits, dtype: str, clip_ratios: tuple[float, ...], importance: Floats | None
+    scheme: Scheme, bits: Bits, dtype: str, clip_ratios: tuple[float, ...], importance: Floats | None
 ) -> Scales:
     """Return the scale and zero point of each group; with several clip ratios, those of the least squared error."""
+    fmt = scheme.format
     width = fmt.group[1] or bits.shape[1]
     step = max(1, WEIGHTS // bits.shape[1])
 
@@ -861,6 +862,7 @@ def _choose_with_zero_points(
     scale = np.empty(shape, np.float32)
     zero_point = np.empty(shape, np.float32)
 
+    by_size = scheme.weighs_by_size and importance is None
     weighting = None if importance is None else _relative_importance(importance, width)
 
     for low in range(0, len(bits), step):
@@ -871,7 +873,7 @@ def _choose_with_zero_points(
         else:
             # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
-            best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed)
+            best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed, by_size)
 
         for grid, values in zip((scale, zero_point), best, strict=True):
             grid[low : low + step] = values.reshape(-1, shape[1])
@@ -880,7 +882,7 @@ def _choose_with_zero_points(
 
 
 def _search_with_zero_points(
-    fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
+    fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None, by_size: bool
 ) -> tuple[Floats, Floats]:
     """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
     low = weights.min(axis=0)
@@ -889,6 +891,9 @@ def _search_with_zero_points(
 
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
+    if by_size:
+        weighting = np.abs(weights)
+
     best = unclipped
     least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
