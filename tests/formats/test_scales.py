@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openquant.formats import compiled, kernels
-from openquant.formats.format import Format
 from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1
 from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, INTEGER_GROUPS, NVFP4, VARIANTS, Scheme
@@ -41,8 +40,9 @@ def found_in(
     return found
 
 
-def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.ndarray | None = None) -> np.ndarray:
-    """Squared errors of each group under its scale, in float64."""
+def errors(weight: torch.Tensor, scale: np.ndarray, scheme: Scheme, counts: np.ndarray | None = None) -> np.ndarray:
+    """Squared errors of each group under its scale, in float64, as the search weighs them."""
+    form = scheme.format
     grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
     spread = scale.astype(np.float64)[..., None]
     if form.number == E2M1:
@@ -52,7 +52,11 @@ def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.nda
         half = 2 ** (form.number.bits - 1)
         codes = np.clip(np.rint(grouped / spread), -half, half - 1)
     squares = np.square(codes * spread - grouped)
-    return (squares if counts is None else squares * counts.reshape(grouped.shape[1:])).sum(axis=2)
+    if counts is not None:
+        squares *= counts.reshape(grouped.shape[1:])
+    elif scheme.weighs_by_size:
+        squares *= np.abs(grouped)
+    return squares.sum(axis=2)
 
 
 def signs(weight: torch.Tensor, scheme: Scheme) -> np.ndarray:
@@ -74,8 +78,8 @@ def test_no_other_ratio_is_better(seed: int, magnitude: int, fused: float, weigh
         scale, sign = found_in(weight, scheme, divisor, counts), signs(weight, scheme)
         tried = [sign * form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
         assert np.any([scale == each for each in tried], axis=0).all(), scheme.suffix
-        least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
-        assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all(), scheme.suffix
+        least = np.min([errors(weight, each, scheme, counts) for each in tried], axis=0)
+        assert (errors(weight, scale, scheme, counts) <= least * (1 + 1e-5)).all(), scheme.suffix
 
 
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
@@ -90,6 +94,8 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, subtests: pytest
                 assert np.array_equal(found_in(weight, scheme), whole)
                 assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
         # Where all inputs count alike, scales are those of the weights; also where nothing ever goes in.
+        if scheme.weighs_by_size:
+            continue
         for count in (0.0, 2.0**-126, 2.0**126):
             with subtests.test(scheme=scheme.suffix, count=count):
                 assert np.array_equal(found_in(weight, scheme, counts=np.full(512, count, np.float32)), whole)

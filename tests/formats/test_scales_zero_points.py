@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from openquant.errors import UsageError
 from openquant.formats import compiled, kernels
-from openquant.formats.format import Format
 from openquant.formats.kernels import Scales, choose_scales
 from openquant.formats.numbers import INT4
 from openquant.formats.quantization import read_quantization
@@ -127,12 +126,17 @@ def test_no_other_ratio_is_better(seed: int, magnitude: int, weighed: bool) -> N
     weight = skewed(seed, magnitude, rows=8, cols=256)
     counts = np.exp(2 * np.random.default_rng(seed).standard_normal(256)).astype(np.float32)
 
-    def errors(form: Format, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    def errors(scheme: Scheme, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+        form = scheme.format
         grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
         spread, shift = scale.astype(np.float64)[..., None], zero[..., None]
         codes = np.clip(np.rint(grouped / spread + shift), -form.number.largest, form.number.largest - 1)
         squares = np.square((codes - shift) * spread - grouped)
-        return (squares * counts.reshape(grouped.shape[1:]) if weighed else squares).sum(axis=2)
+        if weighed:
+            squares *= counts.reshape(grouped.shape[1:])
+        elif scheme.weighs_by_size:
+            squares *= np.abs(grouped)
+        return squares.sum(axis=2)
 
     for scheme in ASYMMETRIC:
         form, found = scheme.format, of(weight, scheme, counts if weighed else None)
@@ -140,8 +144,8 @@ def test_no_other_ratio_is_better(seed: int, magnitude: int, weighed: bool) -> N
         low, high = grouped.min(axis=2), grouped.max(axis=2)
         tried = [form.ranges(low * np.float32(ratio), high * np.float32(ratio)) for ratio in scheme.clip_ratios]
         assert np.any([(found[0] == scale) & (found[1] == zero) for scale, zero in tried], axis=0).all(), scheme.suffix
-        least = np.min([errors(form, *one) for one in tried], axis=0)
-        assert (errors(form, *found) <= least * (1 + 1e-4)).all(), scheme.suffix
+        least = np.min([errors(scheme, *one) for one in tried], axis=0)
+        assert (errors(scheme, *found) <= least * (1 + 1e-4)).all(), scheme.suffix
 
 
 def test_they_are_of_one_config() -> None:
