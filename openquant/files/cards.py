@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 from collections.abc import Container, Mapping
+from html import unescape
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -93,6 +94,15 @@ def source_of(card: str) -> str | None:
     """
     part = _own_part(card)
     return next((line for line in part.splitlines() if line.startswith(f"| {QUANTIZED_FROM} |")), None)
+
+
+def noted(card: str) -> list[str]:
+    """Return the notes on the model in a card that openquant wrote, such as "the source lacks model.layers.1".
+
+    Args:
+        card: the text of README.md.
+    """
+    return [unescape(note) for note in re.findall(r"^> Note: (.*)", _own_part(card), re.MULTILINE)]
 
 
 def source_commit(card: str, repo: str) -> str | None:

@@ -46,8 +46,10 @@ _Value = TypeVar("_Value")
 _MOST_LOST = 1_000
 _MOST_EXPERTS = 10_000
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# Tensors of layers that files have beside those of their class: constants, scales, and experts as others store them.
-_UNREAD = re.compile(r"\.experts\.|inv_freq$|masked_bias$|\.attn\.bias$|\.attention\.bias$|_scale$|_zero_point$")
+# Tensors that files have beside those of their class: constants, scales, and parts as other tools store them.
+_UNREAD = re.compile(
+    r"\.experts\.|inv_freq$|position_ids$|patch_embedding\.|masked_bias$|\.attn\.bias$|\.attention\.bias$|_scale$|_zero_point$"
+)
 _NUMBERS = re.compile(r"\d+")
 # What notes begin with that say nothing about a source.
 NOT_CHECKED = "completeness not checked"
@@ -118,6 +120,7 @@ class _Layers:
 
 class _Comparer:
     def __init__(self, entry: ModuleRules, known: ClassTensors, stored: Stored, config: ConfigSizes) -> None:
+        self.entry = entry
         self.known = known
         self.stored = stored
         self.config = config
@@ -135,6 +138,12 @@ class _Comparer:
         }
 
         lost = {name for name in expected if not self.stored.find(name)}
+
+        # Files of multimodal models have more than their class.
+        if self.entry.model.text_config is None:
+            below = tuple(f"{prefix}." for prefix in (*self.known.lists, *self.known.some))
+            beside = [name for name in self.stored.by_template if not name.startswith(below)]
+            self._compare_unread(beside, self.known.outside)
 
         for prefix, layers in self.known.lists.items():
             tensors, is_lost = self._compare_list(prefix, layers)
@@ -164,7 +173,10 @@ class _Comparer:
         ]
         if not any(kinds):
             return 0, False
-        self._compare_unread(prefix, kinds)
+        if self.is_decoder(f"{prefix}.0"):
+            stored_names = [name for name in self.stored.by_template if name.startswith(f"{prefix}.*.")]
+            self._compare_unread(stored_names, {f"{prefix}.*.{name}" for kind in kinds for name in kind})
+
         length = self._length(layers.length, stored)
         fewest = min(sum(map(self._count, kind.values())) for kind in kinds if kind)
         if not stored.numbers:
@@ -195,18 +207,18 @@ class _Comparer:
             self._compare_occurrences(prefix, layers, stored)
         return length * fewest, False
 
-    def _compare_unread(self, prefix: str, kinds: Iterable[Collection[str]]) -> None:
-        """Name tensors that the class does not have in decoder layers: engines refuse them, or answer without them."""
-        if not self.known.is_built or not self.is_decoder(f"{prefix}.0"):
+    def _compare_unread(self, stored_names: Iterable[str], names: Iterable[str]) -> None:
+        """Name tensors that the class does not have: engines refuse them, or answer without them."""
+        if not self.known.is_built:
             return
-        read = {_NUMBERS.sub("*", f"{prefix}.*.{name}") for kind in kinds for name in kind}
+        read = {_NUMBERS.sub("*", name) for name in names}
         unread = [
             name
-            for name in self.stored.by_template
-            if name.startswith(f"{prefix}.*.")
-            and _NUMBERS.sub("*", name) not in read
+            for name in stored_names
+            if _NUMBERS.sub("*", name) not in read
             and not _UNREAD.search(name)
             and not (name.endswith(".bias") and self.config.has_biases)
+            and self.entry.rule(name.rpartition(".")[0]).keep not in (MTP_LAYER, TASK_HEAD.why)
         ]
         if unread:
             more = f" and {len(unread) - 4} more" if len(unread) > 4 else ""

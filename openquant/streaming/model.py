@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..machine import available_cpus
 from ..weights.find import decoded_view
@@ -135,8 +136,18 @@ class StreamedModel(MetaModel):
 
         Returns:
             The embeddings [batch, tokens, hidden].
+
+        Raises:
+            SourceError: the table has no row for a token.
         """
         table = self.model.get_input_embeddings().weight
+        ids = next(iter(args), kwargs.get("input"))
+        if ids is not None and int(ids.max()) >= len(table):
+            raise SourceError(
+                f"a text has token {int(ids.max())}, and the input embedding {len(table)} rows",
+                "copy the tokenizer's files from the model that it was made from",
+            )
+
         if len(args) != 1 or kwargs or args[0].dim() != 2 or table.nbytes <= LARGE_TABLE:
             return forward(*args, **kwargs)
         embeddings = []

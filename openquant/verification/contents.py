@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..convert.conversion import WeightFindings
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes, TensorInfo
 from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_float32
-from ..formats.numbers import Floats, NonFinite, count_non_finite
+from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..threads import in_threads
 from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
@@ -79,8 +80,8 @@ class TensorFindings:
             layers share.
         compared_codes: number of codes that were recomputed from the source with the stored scales.
         equal_codes: number of these that equal the stored codes.
-        non_finite: number of NaN and infinities in each unquantized tensor that has some, by name.
-        as_in_source: names of the tensors in `non_finite` that equal the source's.
+        unquantized: NaN, infinities, and matrices of nothing but zeros, among the unquantized tensors.
+        as_in_source: names of the tensors with NaN or infinities that equal the source's.
         lost_layers: modules of which far more weights than usual became zero as they were quantized.
         zero_layers: modules of which nearly all codes stand for zero, whatever the source has.
     """
@@ -92,7 +93,7 @@ class TensorFindings:
     absmax: dict[str, float] = field(default_factory=dict)
     compared_codes: int = 0
     equal_codes: int = 0
-    non_finite: dict[str, NonFinite] = field(default_factory=dict)
+    unquantized: WeightFindings = field(default_factory=WeightFindings)
     as_in_source: set[str] = field(default_factory=set)
     lost_layers: set[str] = field(default_factory=set)
     zero_layers: set[str] = field(default_factory=set)
@@ -189,12 +190,6 @@ class _Reading:
         with self.lock:
             self.problems.append((number, message))
 
-    def add_non_finite(self, info: TensorInfo, data: Bytes) -> None:
-        """Add the NaN and infinities in a piece of an unquantized tensor to the findings."""
-        if count := count_non_finite(data, info.dtype):
-            with self.lock:
-                self.findings.non_finite[info.name] = self.findings.non_finite.get(info.name, NonFinite()) + count
-
     def advance(self, nbytes: int) -> None:
         """Report that `nbytes` more bytes were read."""
         with self.lock:
@@ -236,7 +231,7 @@ class _Worker:
                     return
                 piece = self._buffer("output", expected.size)
                 file.read(piece, place.offset + low, info.name)
-                self.reading.add_non_finite(info, piece)
+                self.reading.findings.unquantized.look_at(info, piece)
 
                 if not np.array_equal(piece, expected):
                     first = low + int((piece != expected).argmax())
@@ -255,7 +250,7 @@ class _Worker:
 
         with self.reading.lock:
             self.reading.findings.equal_tensors += not _is_smoothed(original)
-            if info.name in self.reading.findings.non_finite and not _is_smoothed(original):
+            if info.name in self.reading.findings.unquantized.not_finite and not _is_smoothed(original):
                 self.reading.findings.as_in_source.add(info.name)
 
     def check_finite(self, info: TensorInfo) -> None:
@@ -263,7 +258,7 @@ class _Worker:
         for piece in self._tensor(info, self.output, "output"):
             if self.reading.stopped.is_set():
                 return
-            self.reading.add_non_finite(info, piece)
+            self.reading.findings.unquantized.look_at(info, piece)
             self.reading.advance(piece.size)
 
     def _read_expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:

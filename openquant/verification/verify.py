@@ -40,7 +40,7 @@ from ..plan.completeness import check_layer_count, compare_with_class, token_mis
 from ..plan.decisions import PlanOptions, gptq_weights
 from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
 from ..registry.architecture import Architecture, ModuleRules
-from ..result import Reporter, default_reporter, lost_notes
+from ..result import Reporter, default_reporter, lost_notes, zero_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.weight import Weight, WeightTransforms
@@ -251,6 +251,7 @@ class _Verification:
         zero = collapse(sorted(self.contents.zero_layers))
         if zero:
             self.notes.append(f"nearly all weights are 0: {', '.join(zero)}")
+        self.notes += zero_notes(sorted(self.contents.unquantized.zero_layers))
 
     def _require_readable(self) -> None:
         """Report why the weights cannot be decoded, if there are no other problems."""
@@ -554,7 +555,7 @@ class _Verification:
 
     def _report_non_finite(self) -> None:
         """Report NaN as a problem, and infinity too unless the tensor may be a mask or a bound."""
-        for name, count in sorted(self.contents.non_finite.items()):
+        for name, count in sorted(self.contents.unquantized.not_finite.items()):
             message = f"{self._place(name)} holds {count.text}"
             if name in self.contents.as_in_source:
                 message += ", as the source has it"

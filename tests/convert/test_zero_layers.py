@@ -61,6 +61,8 @@ def test_what_is_not_quantized_and_what_gptq_has_rounded(tmp_path: Path) -> None
     note = f"all weights are zero: {', '.join(modules)}"
     plain = compress(source, tmp_path / "plain", "int4", group_size=64)
     assert [found for found in plain.notes if "zero" in found] == [note]
+    for original in (None, source):
+        assert "all weights are zero: model.embed_tokens" in verify(tmp_path / "plain", original).notes
     for scheme in ("int4", "channel", "nvfp4"):
         gptq = compress(source, tmp_path / scheme, scheme, gptq=True, samples=2, length=16)
         assert [found for found in gptq.notes if "zero" in found] == [note], scheme

@@ -264,4 +264,4 @@ def test_errors_against_the_unquantized_model_have_the_limits_of_gptq(tmp_path: 
     name = report.errors[0].module + ".weight_packed"
     change_weights(tmp_path / "out", lambda found: found[name].view(torch.uint8).zero_())
     [problem] = verify(tmp_path / "out", original, full=True).problems
-    assert problem == f"model.safetensors: {name} has a relative error of 2.78, where GPTQ explains 0.776"
+    assert problem == f"model.safetensors: {name} has a relative error of 2.95, where GPTQ explains 0.798"

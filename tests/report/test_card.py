@@ -13,6 +13,7 @@ import yaml
 
 from conftest import EXAMPLE
 from openquant import __version__, compress, dequantize, verify
+from openquant.api import push_notes
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.models import find_entry
@@ -452,6 +453,8 @@ def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
     note = "> Note: the source lacks model.layers.1.input&#95;layernorm\n"
     for name in ("out", "copied", "plain"):
         assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
+        # Whoever publishes it is told once more.
+        assert push_notes(tmp_path / name)[0] == "the source lacks model.layers.1.input_layernorm"
 
 
 def test_a_long_answer_is_cut_in_a_card() -> None:
