@@ -182,13 +182,13 @@ MEASURED = (
     Measurement("--scheme int5", SCHEMES["int5"], 0.0960),
     Measurement("--scheme int4 --awq --gptq", SCHEMES["int4"], 0.0975),
     Measurement("--scheme int4 --gptq", SCHEMES["int4"], 0.1146),
-    Measurement("--scheme int4 --awq", SCHEMES["int4"], 0.1654),
+    Measurement("--scheme int4 --awq", SCHEMES["int4"], 0.1617),
     Measurement("--scheme nvfp4", SCHEMES["nvfp4"], 0.1780),
-    Measurement("--scheme int4 --group-size 32", find_scheme("int4", group_size="32"), 0.2825),
-    Measurement("--scheme int4 --asymmetric", find_scheme("int4", asymmetric=True), 0.3101),
+    Measurement("--scheme int4 --group-size 32", find_scheme("int4", group_size="32"), 0.2761),
+    Measurement("--scheme int4 --asymmetric", find_scheme("int4", asymmetric=True), 0.2756),
     Measurement("--scheme nvfp4-w4a4", SCHEMES["nvfp4-w4a4"], 0.3659),
-    Measurement("--scheme int4 --group-size 64", find_scheme("int4", group_size="64"), 0.3679),
-    Measurement("--scheme int4", SCHEMES["int4"], 0.3747),
+    Measurement("--scheme int4 --group-size 64", find_scheme("int4", group_size="64"), 0.3236),
+    Measurement("--scheme int4", SCHEMES["int4"], 0.3284),
     Measurement("--scheme mxfp4", SCHEMES["mxfp4"], 0.4563),
 )
 

@@ -690,14 +690,8 @@ def _best(
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         _load_columns(bits[first : first + count], half, below, one, raw, turned)
-        if by_size:
-            for k in range(turned.shape[0]):
-                line = turned[k]
-                counts = weighed[k]
-                for j in range(together):
-                    counts[j] = abs(line[j])
-        elif weighs:
-            _take_importance(importance, first, count, weighed)
+        if weighs:
+            _weigh_errors(importance, turned, first, count, weighed)
 
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
@@ -748,8 +742,18 @@ def _load_columns(part: Any, half: Any, below: Any, divisor: Any, raw: Any, out:
 
 
 @_compile
-def _take_importance(importance: Any, first: Any, count: Any, out: Any) -> None:
-    """The weights of the errors of some groups, from group `first` on: a column of `out` for each."""
+def _weigh_errors(importance: Any, groups: Any, first: Any, count: Any, out: Any) -> None:
+    """Put into columns of `out` how much the errors of groups count, from group `first` on; without an importance as
+    much as their weights are large.
+    """
+    if importance.size == 0:
+        for k in range(groups.shape[0]):
+            line = groups[k]
+            sizes = out[k]
+            for j in range(line.size):
+                sizes[j] = abs(line[j])
+        return
+
     which = np.empty(count, i32)
     for j in range(count):
         which[j] = (first + j) % importance.shape[1]

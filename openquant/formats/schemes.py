@@ -414,8 +414,8 @@ class _Width:
         notes: what the plan tells of quality and hardware.
         engines: engines that serve them.
         experts_by_row: whether engines load experts with one scale for each row.
-        weighs_by_size: see Scheme. It takes 12 % off the KL of INT4 on SmolLM2-135M and 27 % on Gemma 3 270M, of INT3 8
-            and 21 %; to INT5, INT6 and NVFP4 it adds 5 to 12 %.
+        weighs_by_size: see Scheme. It takes 12 % off the KL of INT4 on SmolLM2-135M and 27 % on Gemma 3 270M, or 6 % on
+            both where weights are moved off the grid of their GGUF files; to INT5, INT6 and NVFP4 it adds 5 to 12 %.
     """
 
     number: Number
@@ -466,7 +466,7 @@ _INT4 = _Width(
     "int4-w4a16",
     _COARSE,
     (
-        "four bits lose more than eight: KL 0.37 to the source on SmolLM2-135M, with --awq --gptq 0.10, as "
+        "four bits lose more than eight: KL 0.33 to the source on SmolLM2-135M, with --awq --gptq 0.10, as "
         "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
         "Ampere on, and in vLLM for AMD's GPUs and for CPUs",
     ),

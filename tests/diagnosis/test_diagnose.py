@@ -275,7 +275,7 @@ def test_the_table_and_json(example: Path, capsys: pytest.CaptureFixture[str]) -
     assert sum(line.startswith("model.layers.") for line in lines) == 10
     assert lines[14:] == [
         "normally distributed weights      "
-        "2.64 %   2.64 %  2.66 %  0.778 %       0.779 %  2.49 %  4.93 %   9.7 %  11.1 %  8.21 %      8.21 %",
+        "2.64 %   2.64 %  2.66 %  0.778 %       0.779 %  2.49 %  4.93 %  9.97 %  11.1 %  8.21 %      8.21 %",
         "",
         "activations, which most schemes round too, are not counted",
         "no layer loses more than twice what normally distributed weights do",
