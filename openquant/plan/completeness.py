@@ -211,11 +211,12 @@ class _Comparer:
         """Name tensors that the class does not have: engines refuse them, or answer without them."""
         if not self.known.is_built:
             return
-        read = {_NUMBERS.sub("*", name) for name in names}
+        # Stacked experts are there under both names.
+        read = {_NUMBERS.sub("*", name).removesuffix(".weight") for name in names}
         unread = [
             name
             for name in stored_names
-            if _NUMBERS.sub("*", name) not in read
+            if _NUMBERS.sub("*", name).removesuffix(".weight") not in read
             and not _UNREAD.search(name)
             and not (name.endswith(".bias") and self.config.has_biases)
             and self.entry.rule(name.rpartition(".")[0]).keep not in (MTP_LAYER, TASK_HEAD.why)

@@ -66,4 +66,4 @@ def test_embeddings_are_those_of_the_source(answers: Answers, scheme: str) -> No
 def test_scores_are_those_of_the_source(answers: Answers, scheme: str) -> None:
     source, output = answers.of("classifier"), answers.of(f"classifier {scheme}")
     assert source.shape == (len(source), 1)
-    assert np.abs(source - output).max() < (0.12 if scheme == "int4" else 0.06)
+    assert np.abs(source - output).max() < (0.15 if scheme == "int4" else 0.06)
