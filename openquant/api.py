@@ -19,7 +19,7 @@ from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_rea
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import SourceError, UsageError
-from .files.cards import evaluation_notes, metadata_notes, noted, source_of, split_card
+from .files.cards import evaluation_notes, find_notes, metadata_notes, source_of, split_card
 from .files.checkpoint import readable
 from .files.destination import (
     DiskSpace,
@@ -616,7 +616,7 @@ def push_notes(directory: str | os.PathLike[str]) -> list[str]:
         return []
 
     card = _published_card(path).decode(errors="replace")
-    notes = [*noted(card), *metadata_notes(split_card(card)[1], str(path / CARD_FILE))]
+    notes = [*find_notes(card), *metadata_notes(split_card(card)[1], str(path / CARD_FILE))]
     return [*notes, *evaluation_notes(path)] if source_of(card) else notes
 
 

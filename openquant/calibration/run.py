@@ -283,7 +283,7 @@ def _stream(
     processes: int = 1,
     hashes: bool = False,
 ) -> AbstractContextManager[OffloadFile | None]:
-    """Give a model its shards as they arrive, and hidden states beyond the budget a file in the directory."""
+    """Give a model its shards as they arrive, and a file in the directory for hidden states beyond the budget."""
     place = session.Scratch(directory, budget, opened.run.stream, processes)
     origin = opened.source, opened.fingerprint()
     return session.streamed_run([origin], hidden, place, opened.ranks, hashes, [model])

@@ -96,7 +96,7 @@ def source_of(card: str) -> str | None:
     return next((line for line in part.splitlines() if line.startswith(f"| {QUANTIZED_FROM} |")), None)
 
 
-def noted(card: str) -> list[str]:
+def find_notes(card: str) -> list[str]:
     """Return the notes on the model in a card that openquant wrote, such as "the source lacks model.layers.1".
 
     Args:

@@ -211,6 +211,7 @@ class _Comparer:
         """Name tensors that the class does not have: engines refuse them, or answer without them."""
         if not self.known.is_built:
             return
+
         # Stacked experts are there under both names.
         read = {_NUMBERS.sub("*", name).removesuffix(".weight") for name in names}
         unread = [
@@ -221,9 +222,12 @@ class _Comparer:
             and not (name.endswith(".bias") and self.config.has_biases)
             and self.entry.rule(name.rpartition(".")[0]).keep not in (MTP_LAYER, TASK_HEAD.why)
         ]
+
         if unread:
-            more = f" and {len(unread) - 4} more" if len(unread) > 4 else ""
-            self.misfits.append(f"with it {self.known.name} has no {', '.join(unread[:4])}{more}")
+            listed = ", ".join(unread[:4])
+            if len(unread) > 4:
+                listed += f" and {len(unread) - 4} more"
+            self.misfits.append(f"with it {self.known.name} has no {listed}")
 
     def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
         """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
