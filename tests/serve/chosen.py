@@ -1,8 +1,7 @@
 """Which architectures the tests here ask engines about.
 
-In every run one of each kind, most of them in one scheme, in turn; all of them in all with OPENQUANT_ALL=1, which takes
-an hour; a few in all with
-OPENQUANT_ONLY=MiMoForCausalLM,PhiMoEForCausalLM, which takes a minute each.
+In every run one of each kind, most of them in one scheme, in turn. With OPENQUANT_ALL=1 those in all schemes, and all
+others in one. With OPENQUANT_ONLY=MiMoForCausalLM,PhiMoEForCausalLM these in all, which takes a minute each.
 """
 
 from __future__ import annotations
@@ -57,13 +56,18 @@ def choose(only: str, everything: bool) -> tuple[str, ...]:
 CHOSEN = choose(NAMED, EVERYTHING)
 
 
+def in_all(name: str) -> bool:
+    """Whether an architecture is asked for in each scheme."""
+    return bool(NAMED) or (EVERYTHING and name in KINDS)
+
+
 def in_turn(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Of architectures with schemes, each with one of its schemes, in turn; all of them with OPENQUANT_ALL=1 or where it is named."""
+    """Of architectures with schemes, each with one of its schemes, in turn, or with all (`in_all`)."""
     schemes: dict[str, list[str]] = {}
     for name, scheme in pairs:
         schemes.setdefault(name, []).append(scheme)
     return tuple(
         (name, scheme)
         for number, (name, found) in enumerate(schemes.items())
-        for scheme in (found if EVERYTHING or NAMED else [found[number % len(found)]])
+        for scheme in (found if in_all(name) else [found[number % len(found)]])
     )

@@ -81,7 +81,7 @@ SERVED = tuple(
         and (scheme != "channel" or name in (*PLAIN_EXPERTS, *DENSE) or not MODELS[name].experts)
     )
 )
-# The trained model in each scheme, the others in one, in turn; in all with OPENQUANT_ALL=1.
+# The trained model in each scheme, the others in one, in turn.
 RUN = (
     *(run for run in SERVED if run[0] == TRAINED),
     *in_turn(run for run in SERVED if run[0] not in (TRAINED, QWEN3_MOE)),

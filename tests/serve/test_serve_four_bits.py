@@ -56,7 +56,7 @@ COMPUTED = (
     *in_turn(cell for cell in LOADABLE if cell[0] in SERVED and cell[0] != MOE and cell[1] in SCHEMES),
     *(cell for cell in LOADABLE if cell[0] == MOE),
 )
-# Each architecture in one, in turn; in all with OPENQUANT_ALL=1.
+# Each architecture in one, in turn.
 LOADED = tuple(dict.fromkeys((*in_turn(LOADABLE), *COMPUTED)))
 
 

@@ -1,6 +1,6 @@
 """SGLang's own loader builds what openquant writes as it is stored, and fills it with what codes and scales stand for.
 
-Nothing is computed: no kernel of SGLang's runs on a CPU. OPENQUANT_ALL=1 asks for each scheme of each architecture.
+Nothing is computed: no kernel of SGLang's runs on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from chosen import CHOSEN, EVERYTHING, in_turn
+from chosen import CHOSEN, in_all, in_turn
 from engine_client import EngineError, find_loader, rewrite, table_cells, write_cached
 
 import openquant
@@ -150,14 +150,14 @@ def advised(architecture: str) -> bool:
     return refused("block", "fp8") and not refused("block", COMPRESSED) and not refused("tensor", "fp8")
 
 
-# By day most architectures have one column, in turn.
+# Most architectures have one column, in turn.
 LOADED = {
     *in_turn((name, scheme) for name in CHOSEN for scheme in COLUMNS if fits(name, scheme)),
     *(
         (name, scheme)
         for name in CHOSEN
         for scheme in SCHEMES
-        if fits(name, scheme) and (EVERYTHING or name in EACH_SCHEME)
+        if fits(name, scheme) and (in_all(name) or name in EACH_SCHEME)
     ),
 }
 ALL_CELLS = (
@@ -166,7 +166,7 @@ ALL_CELLS = (
     *(
         Cell(name, "block-compressed", name="advised")
         for name in small_checkpoints.ARCHITECTURES
-        if not EVERYTHING and name not in EACH_SCHEME and advised(name)
+        if not in_all(name) and name not in EACH_SCHEME and advised(name)
     ),
     Cell("OlmoForCausalLM", "tensor", {"ignore": [ATTENTION]}, "advised"),
     *(
