@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ import torch
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 from openquant.cli.commands import compress_main, main
+from openquant.cli.console import Interrupts, Terminal
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import TENSOR
+from openquant.hub.source import Source
+from openquant.options import Command
+from openquant.plan.plan import make_plan
 from support import small_checkpoints
 
 KEYS = [
@@ -137,6 +144,18 @@ def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp
     assert done.returncode == 0, done.stderr
     assert tree(source) == before
     assert (tmp_path / "models" / "my-finetune-FP8" / "config.json").exists()
+
+
+def test_of_a_second_plan_new_notes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(open_checkpoint(EXAMPLE), TENSOR)
+    source = Source(EXAMPLE, "tiny-qwen3", None, None)
+    terminal = Terminal(Interrupts(), Command())
+    terminal.on_plan(plan, source, Path("out"))
+    capsys.readouterr()
+
+    after = replace(plan, notes=(*plan.notes, "no token was routed to 2 experts"))
+    terminal.on_plan(after, source, Path("out"))
+    assert capsys.readouterr().out == "note: no token was routed to 2 experts\n"
 
 
 def test_how_much_is_said(run: Run, source: Path) -> None:
