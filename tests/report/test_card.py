@@ -15,6 +15,7 @@ from conftest import EXAMPLE
 from openquant import __version__, compress, dequantize, verify
 from openquant.api import push_notes
 from openquant.files.checkpoint import open_checkpoint
+from openquant.files.destination import Provenance
 from openquant.formats.schemes import TENSOR
 from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
@@ -22,6 +23,7 @@ from openquant.registry.architecture import ModuleRules
 from openquant.report.card import evaluated_card, model_card, source_section
 from openquant.report.text import evaluation_text
 from openquant.version import SGLANG
+from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.evaluation_files import evaluation
 from support.random_calibrations import Planned
@@ -173,6 +175,13 @@ def test_the_card_has_a_request_that_the_model_answers(subtests: pytest.Subtests
             compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
     text = card_of(as_class(plan, "Qwen3ForSequenceClassification"), "")
     assert "curl" not in text and "```python" not in text
+
+
+def test_a_card_names_texts_without_their_directories(plan: Plan) -> None:
+    calibration = Calibration((), "", {"files": ["/home/me/a.txt"]})
+    options = replace(plan.options, calibration=calibration)
+    made = Provenance(recipe={"options": {"scheme": "int4", "calibrate": True}})
+    assert " --text a.txt" in card_of(replace(plan, options=options, provenance=made), "")
 
 
 def test_a_chat_template_is_found_in_any_of_its_files(subtests: pytest.Subtests, tmp_path: Path) -> None:
@@ -370,6 +379,11 @@ def test_a_card_names_the_texts_of_an_evaluation(subtests: pytest.Subtests) -> N
                 f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |"
                 in evaluated_card("", "o/n", found)
             )
+
+    # The option has an empty subset.
+    found = evaluation()
+    found["text"]["dataset"] = "org/name:test"
+    assert " --dataset org/name::test " in evaluated_card("", "o/n", found)
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
