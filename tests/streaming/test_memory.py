@@ -170,3 +170,8 @@ def test_sizes_are_rounded_up_and_may_be_those_of_the_text_config(tmp_path: Path
         checkpoint = replace(opened, config=config)
         # Hidden states and embeddings, two bytes a value.
         assert (hidden_bytes(checkpoint, 10), vocabulary_of(checkpoint)) == (10 * 64 * 2 * 2, 100)
+
+    # DeepSeek-V4 and Gemma 3n carry several hidden states of each token.
+    for key in ("hc_mult", "altup_num_inputs"):
+        checkpoint = replace(opened, config={**sizes, key: 4})
+        assert hidden_bytes(checkpoint, 10) == 10 * 64 * 2 * (1 + 4)
