@@ -130,6 +130,14 @@ def test_a_hessian_weighs_its_tokens() -> None:
     rows = inputs.reshape(10, 8)
     torch.testing.assert_close(hessian.pop_matrix(), rows.T @ (sensitivity.reshape(10, 1) * rows))
 
+    # The grouped output projection of DeepSeek-V4 has several rows for each token.
+    grouped = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(0))
+    hessian = Hessian(8, sensitivity=sensitivity, accumulating=True)
+    hessian.add(grouped)
+    rows = grouped.reshape(10, 8)
+    weights = sensitivity[0].repeat_interleave(2)[:, None]
+    torch.testing.assert_close(hessian.pop_matrix(), rows.T @ (weights * rows))
+
 
 def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(shelf.source("Qwen3MoeForCausalLM"))
@@ -236,3 +244,12 @@ def test_a_model_that_cannot_be_differentiated_is_named(shelf: Shelf, monkeypatc
         find_sensitivities(model, CORPUS, linears_of(model), budget=0)
     assert caught.value.message.startswith("Qwen3ForCausalLM cannot be differentiated: ")
     assert caught.value.hint == "leave --tune out"
+
+
+def test_gradients_that_overflow_are_refused(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")))
+    monkeypatch.setattr(
+        "openquant.calibration.sensitivity.draw_gradient", lambda logits, _: torch.full_like(logits, torch.inf)
+    )
+    with pytest.raises(OpenQuantError, match=r"^gradients at the outputs of .* are not finite$"):
+        find_sensitivities(model, CORPUS, linears_of(model), budget=0)
