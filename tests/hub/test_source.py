@@ -76,6 +76,8 @@ REFUSED = [
     (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
     (["https://huggingface.co/org/name"], "https://huggingface.co/org/name does not exist, and is no Hub repository id "
      "either", "did you mean org/name?"),
+    (["https://hf.co/datasets/org/name"], "https://hf.co/datasets/org/name does not exist, and is no Hub repository id "
+     "either", "check the path"),
 ]  # fmt: skip
 
 
