@@ -431,7 +431,8 @@ def test_a_gpu_is_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert preset_gpu() == "RTX 4090"
-    monkeypatch.setenv("PATH", with_gpus(tmp_path, "NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"))
+    # Models are divided by powers of two, among GPUs of one kind.
+    monkeypatch.setenv("PATH", with_gpus(tmp_path, *3 * ["NVIDIA A100-SXM4-80GB"], "NVIDIA L4"))
     assert preset_gpu() == "2xA100-80"
 
 
