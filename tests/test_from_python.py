@@ -35,6 +35,12 @@ def test_errors_name_options_as_the_command_does(tmp_path, capsys):
     assert " -o" in caught.value.hint
 
 
+def test_none_is_an_empty_list() -> None:
+    nothing: dict[str, Any] = {"ignore": None, "copy": None, "text": None}
+    found = openquant.compress(EXAMPLE, dry_run=True, **nothing)
+    assert found.notes == openquant.compress(EXAMPLE, dry_run=True).notes
+
+
 def test_what_is_exported_is_what_is_listed() -> None:
     assert dir(openquant) == sorted(openquant.__all__)
     assert [name for name in dir(openquant) if inspect.isfunction(getattr(openquant, name))] == VERBS
