@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -40,6 +41,9 @@ def test_the_installed_commands_end_in_two_lines_while_they_import(tmp_path: Pat
         done = python(script, "--version")
         assert (done.returncode, done.stdout) == (130, "")
         assert done.stderr == "error: interrupted\nhint: run the same command again\n"
+        # Programs get the same as JSON.
+        told = json.loads(python(script, "verify", "x", "--json").stdout)
+        assert told == {"error": "interrupted", "hint": "run the same command again"}
 
 
 def test_the_package_sets_no_environment_variable() -> None:
