@@ -391,6 +391,7 @@ def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> Non
 def test_refusals(subtests: pytest.Subtests) -> None:
     for given, message, hint in [
         ({"gpu": "4091"}, "--gpu '4091' is no GPU that is known", "did you mean RTX 4090"),
+        ({"gpu": "1080Ti"}, "--gpu '1080Ti' is no GPU that is known", "did you mean RTX 3080 Ti or RTX 2080 Ti"),
         ({"gpu": "24"}, "--gpu '24' is no GPU that is known", "give its memory: --gpu 24GB"),
         ({"gpu": "m3-max"}, "--gpu 'm3-max': vLLM and SGLang have no kernels for Apple's GPUs", "serve it with mlx-lm"),
         ({"gpu": ""}, "--gpu: it is empty", ""),
