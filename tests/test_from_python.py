@@ -18,6 +18,7 @@ from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
 from openquant.hub.error_mapping import PushError
 from openquant.options import Run
+from openquant.result import NotebookReporter
 
 VERBS = [
     *("calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "fit_table", "push", "search_mixtures"),
@@ -67,6 +68,13 @@ def test_errors_come_out_of_a_pool_of_processes() -> None:
     for kind in (OpenQuantError, UsageError, PushError):
         found = pickle.loads(pickle.dumps(kind("what", "what to do")))
         assert (type(found), str(found), found.message, found.hint) == (kind, "what", "what", "what to do")
+
+
+def test_a_notebook_has_a_bar_for_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = NotebookReporter()
+    for done in (5, 10, 5, 10):
+        reporter.on_progress(done, 10)
+    assert capsys.readouterr().err.count(" 10/10 [") == 2
 
 
 def test_a_name_is_enough_to_push_to() -> None:
