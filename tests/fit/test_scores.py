@@ -161,8 +161,7 @@ def test_units_have_the_bytes_that_compress_writes(example: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name"),
-    [("Qwen3MoeForCausalLM", "channel"), ("Qwen3ForCausalLM", "nvfp4-w4a4")],
+    ("architecture", "name"), [("Qwen3MoeForCausalLM", "channel"), ("Qwen3ForCausalLM", "nvfp4-w4a4")]
 )
 def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     shelf: Shelf, tmp_path: Path, architecture: str, name: str

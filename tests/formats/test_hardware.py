@@ -7,15 +7,7 @@ import subprocess
 import sys
 
 from conftest import ROOT
-from openquant.formats.hardware import (
-    ENGINES,
-    GENERATIONS,
-    HARDWARE,
-    KERNELS,
-    arithmetic_on,
-    find_kernel,
-    schemes_on,
-)
+from openquant.formats.hardware import ENGINES, GENERATIONS, HARDWARE, KERNELS, arithmetic_on, find_kernel, schemes_on
 from openquant.formats.schemes import SCHEMES
 
 

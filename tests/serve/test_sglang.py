@@ -199,10 +199,7 @@ CELLS = tuple(cell for cell in ALL_CELLS if cell.architecture in CHOSEN)
 FIT = "fit"
 DROPPED = "model.layers.1.mlp.down_proj.weight_scale"
 # With scales of keys and values, which its classes of Llama load; some others take 1 in their place (models.py).
-CACHED = [
-    *(("LlamaForCausalLM", scheme) for scheme in ("channel", "none")),
-    (QWEN3, "channel"),
-]
+CACHED = [*(("LlamaForCausalLM", scheme) for scheme in ("channel", "none")), (QWEN3, "channel")]
 
 Loaded = dict[str, "dict[str, Any] | EngineError"]
 
