@@ -73,6 +73,8 @@ NOT_RUN = """
 LACKS = r"is not a registered model in the Transformers library|has no SGlang implementation"
 # Whose experts it loads, and computes without their scales (models/afmoe.py:285, deepseek.py:215).
 WITHOUT_SCALES = ("AfmoeForCausalLM", "DeepseekForCausalLM")
+# The GPU of this loader is of Hopper, where it takes the class of nvfp4; that of Blackwell makes room for a gate.
+ON_BLACKWELL = ("NemotronHForCausalLM", "nvfp4-w4a4")
 QWEN3, QWEN3_MOE, GEMMA3 = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration"
 DEEPSEEK, LLAMA4_WRAPPED = "DeepseekV3ForCausalLM", "Llama4ForConditionalGeneration"
 IGNORED = {"ignore": ["**.layers.0.**"]}
@@ -104,7 +106,8 @@ def fits(architecture: str, scheme: str) -> bool:
     model = MODELS[architecture]
     options = SCHEMES[scheme]
     refused = small_checkpoints.refused(model.name, find_scheme(options["scheme"], options.get("format")))
-    return refused is None and not (scheme == "tensor-compressed" and model.experts)
+    unseen = (scheme == "tensor-compressed" and model.experts) or (architecture, scheme) == ON_BLACKWELL
+    return refused is None and not unseen
 
 
 def advised(architecture: str) -> bool:
