@@ -50,6 +50,15 @@ COLUMNS = ("part", "figure", "unit", "ratio", "compared with", "GPU MB", "proces
 # Name, figure, unit, and the ratio to the figure of something else.
 Line = tuple[str, float, str, float, str]
 
+# Functions whose seconds are counted, by where they are called.
+EVAL_STEPS = tuple(
+    f"openquant.evaluation.compare.{name}" for name in ("stochastic_round", "compare_logits", "compare_weights")
+)
+GPTQ_STEPS = tuple(
+    f"openquant.calibration.gptq_pass.{name}"
+    for name in ("find_error_propagation", "kernels.choose_scales", "round_columns")
+)
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -225,9 +234,7 @@ def evaluate(bench: Bench) -> Iterator[Line]:
     plain = bench.run_plainly(source, passes=4, head=True)
     yield ("eval, transformers", tokens / plain, "tokens/s", 1, "itself")
 
-    compare = "openquant.evaluation.compare"
-    steps = (f"{compare}.stochastic_round", f"{compare}.compare_logits", f"{compare}.compare_weights")
-    with bench.watch(*steps) as spent:
+    with bench.watch(*EVAL_STEPS) as spent:
         taken = bench.seconds(lambda: openquant.evaluate(bench.directory / "output", source, **options))
 
     yield ("eval", tokens / taken, "tokens/s", plain / taken, "transformers, four passes")
@@ -242,9 +249,7 @@ def round_model(name: str, bench: Bench, shape: Shape) -> Iterator[Line]:
     plain = bench.run_plainly(source, passes=1, head=False)
     yield (f"{name}, transformers", tokens / plain, "tokens/s", 1, "itself")
 
-    gptq = "openquant.calibration.gptq_pass"
-    steps = (f"{gptq}.find_error_propagation", f"{gptq}.choose_scales", f"{gptq}.round_columns")
-    with bench.watch(*steps) as spent:
+    with bench.watch(*GPTQ_STEPS) as spent:
         taken = bench.compress(source, "output", "int4", bench.device, gptq=True, **bench.texts)
 
     yield (name, tokens / taken, "tokens/s", plain / taken, "transformers, one pass")

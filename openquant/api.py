@@ -622,13 +622,9 @@ def push_notes(directory: str | os.PathLike[str]) -> list[str]:
 
 def _commit_to(publisher: Publisher) -> str:
     """Say where a push would commit to."""
-    if not publisher.push.create_pr:
-        return f"one commit to {publisher.revision or 'main'}"
-
-    number = publisher.open_request
-    if number is None:
+    if publisher.push.create_pr:
         return "a pull request is opened"
-    return f"one commit to pull request {number}, which is open"
+    return f"one commit to {publisher.revision or 'main'}"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:

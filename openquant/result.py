@@ -166,7 +166,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Preview:
-    """What push, calibrate, eval or completion would do, as --dry-run says. All that can be checked quickly was.
+    """What push, calibrate or eval would do, as --dry-run says. All that can be checked quickly was.
 
     Attributes:
         reads: what is read.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
 
 from conftest import ROOT
 from openquant.formats.schemes import SCHEMES
+
+
+def test_what_is_timed_of_a_gpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gpu = importlib.import_module("gpu")
+    assert all(callable(resolve_name(name)) for name in (*gpu.EVAL_STEPS, *gpu.GPTQ_STEPS))
 
 
 def measured_gpu(script: Path, directory: Path) -> tuple[int, list[list[str]]]:

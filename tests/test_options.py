@@ -124,45 +124,6 @@ def test_other_shells_have_a_script_for_both_commands(subtests: pytest.Subtests)
             assert "compressed-tensors" in shown
 
 
-INSTALLED = {
-    "bash": ("data/openquant/completion.bash", ".bashrc"),
-    "zsh": ("data/openquant/completion.zsh", ".zshrc"),
-    "fish": ("config/fish/completions/openquant.fish", None),
-}
-
-
-def test_completion_is_installed_once(subtests, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("ZDOTDIR", raising=False)
-
-    def install(*more: str) -> str:
-        assert main(["completion", "install", *more]) == 0
-        return capsys.readouterr().out
-
-    for shell, (name, start) in INSTALLED.items():
-        with subtests.test(shell):
-            monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
-            if start:
-                (tmp_path / start).write_text("echo mine")
-            script, more = tmp_path / name, tmp_path / (start or name.replace("openquant.fish", "compress-fp8.fish"))
-            assert f"writes  {script} (a script)\nwrites  {more} (" in install("--dry-run")
-            assert not script.exists() and (not start or more.read_text() == "echo mine")
-            end = f"a new {shell} completes openquant\n"
-            assert install() == f"wrote {script}\nwrote {more}\n{end}"
-            assert install() == f"wrote {script}\n{'' if start else f'wrote {more}{chr(10)}'}{end}"
-            assert script.read_text().rstrip() == openquant_prints("completion", shell).rstrip()
-            if start is None:
-                assert more.exists()
-                continue
-            mine, line = more.read_text().splitlines()
-            assert (mine, str(script) in line) == ("echo mine", True)
-            if shell == "bash":
-                done = subprocess.run(["bash", "-c", f"source {more}; complete -p openquant"], capture_output=True)
-                assert b"-F _shtab_openquant openquant" in done.stdout
-
-
 def test_the_help_of_compress_begins_with_what_one_needs() -> None:
     shown = openquant_prints("compress", "--help")
     options = re.findall(r"^  (\[-m\] MODEL|-{1,2}[\w-]+)", shown, re.MULTILINE)
@@ -343,21 +304,3 @@ def test_a_size_of_groups_may_be_a_number() -> None:
         openquant.compress(source, "out", "int4", group_size=48, dry_run=True)  # type: ignore[arg-type]
     assert caught.value.message == "--group-size: 48 is none of 32, 64, 128, channel"
     openquant.compress(source, "out", "int4", group_size=64, max_memory="2TB", dry_run=True)
-
-
-NOT_INSTALLED = [
-    ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
-    ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
-    ("/bin/bash", "", "$HOME is not set"),
-    ("/bin/bash", "/dev/null", "/dev/null/.local/share/openquant/completion.bash cannot be written: Not a directory"),
-]
-
-
-def test_completion_that_cannot_be_installed(subtests, capsys, monkeypatch):
-    for shell, home, message in NOT_INSTALLED:
-        with subtests.test(shell=shell, home=home, message=message), monkeypatch.context() as patch:
-            patch.setenv("SHELL", shell)
-            patch.setenv("HOME", home)
-            patch.delenv("XDG_DATA_HOME", raising=False)
-            assert main(["completion", "install"]) == 2
-            assert capsys.readouterr().err.startswith(f"error: {message}\n")

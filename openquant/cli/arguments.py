@@ -286,7 +286,6 @@ CONVERSION = (
     "progress",
 )
 COMPLETION = """examples:
-  openquant completion install
   eval "$(openquant completion bash)"
   openquant completion fish | source"""
 
@@ -409,7 +408,7 @@ _VERBS = (
         examples=("", "--root /data/models --port 8000"),
     ),
     _Verb("env", "Show the versions and hardware that a bug report needs.", "[--json]", ("json",)),
-    _Verb("completion", "Let a shell complete these commands.", "install | SHELL", ("dry_run", "json")),
+    _Verb("completion", "Let a shell complete these commands.", "SHELL", ("json",)),
 )
 
 
@@ -474,6 +473,6 @@ def _add_shell(parser: Parser) -> None:
     shell.add_argument(
         "shell",
         metavar="SHELL",
-        choices=("install", *SHELLS),
-        help="install, for the shell of $SHELL, or print the script of bash, zsh or fish",
+        choices=SHELLS,
+        help="bash, zsh or fish, whose script is printed",
     )

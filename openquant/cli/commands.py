@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -16,7 +15,7 @@ from .. import options
 from ..errors import OpenQuantError, UsageError
 from ..machine import without_memory
 from . import console
-from .arguments import SHELLS, Parser, compress_parser, verb_parser
+from .arguments import Parser, compress_parser, verb_parser
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -519,27 +518,8 @@ def _web(call: Call) -> int:
 
 def _completion(call: Call) -> int:
     shell = call.given["shell"]
-    if shell == "install":
-        return _install_completion(call)
-    if call.command.dry_run:
-        raise UsageError("--dry-run is for install: a script is only printed", "leave --dry-run out")
-
     script = _completion_script(shell)
     return call.show({"shell": shell, "script": script}, lambda *_: script, coloured=False)
-
-
-def _install_completion(call: Call) -> int:
-    """Set up the shell of $SHELL."""
-    from ..result import Place, Preview
-
-    shell, files = _write_completion(os.environ, call.command.dry_run)
-    if call.command.dry_run:
-        writes = [Place(str(path), "a start file") for path in files]
-        writes[0] = Place(str(files[0]), "a script")
-        return call.show_preview(Preview((), (f"{shell} is to complete openquant",), tuple(writes)))
-
-    lines = [*(f"wrote {path}" for path in files), f"a new {shell} completes openquant"]
-    return call.show_lines({"shell": shell, "installed": str(files[0])}, lines)
 
 
 def _completion_script(shell: str) -> str:
@@ -547,62 +527,6 @@ def _completion_script(shell: str) -> str:
     import shtab
 
     return "\n".join(shtab.complete(parser, shell) for parser in (verb_parser(), compress_parser("compress-fp8")))
-
-
-def _write_completion(environment: Mapping[str, str], dry_run: bool) -> tuple[str, list[Path]]:
-    """Write the script where the user's shell reads it; bash and zsh get a line in their start file.
-
-    A second call writes the script again and leaves the start file as it is. Returns the shell, and the files that are
-    written, the script first.
-    """
-    from ..files.destination import output_errors, write_atomic
-    from ..files.model_files import read_small
-
-    shell = Path(environment.get("SHELL", "")).name
-    if shell not in SHELLS:
-        raise UsageError(
-            f"$SHELL is {shell or 'not set'}, and scripts are for {', '.join(SHELLS)}",
-            "type one of their names: openquant completion bash",
-        )
-    if not environment.get("HOME"):
-        raise UsageError("$HOME is not set", f"openquant completion {shell} prints the script")
-
-    home = Path(environment["HOME"])
-    if shell == "fish":
-        # fish reads only the file of the command that is completed, so both have one.
-        folder = Path(environment.get("XDG_CONFIG_HOME") or home / ".config") / "fish" / "completions"
-        scripts = [folder / f"{name}.fish" for name in ("openquant", "compress-fp8")]
-        if not dry_run:
-            for script in scripts:
-                write_atomic(script, _completion_script(shell).encode())
-        return shell, scripts
-
-    script = Path(environment.get("XDG_DATA_HOME") or home / ".local" / "share") / "openquant" / f"completion.{shell}"
-    if not dry_run:
-        write_atomic(script, _completion_script(shell).encode())
-
-    start = home / ".bashrc"
-    quoted = shlex.quote(str(script))
-    line = f"[ -r {quoted} ] && . {quoted}"
-    if shell == "zsh":
-        start = Path(environment.get("ZDOTDIR") or home) / ".zshrc"
-        # shtab's script registers itself only if it is evaluated, and needs compinit, which not every start file calls.
-        compinit = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
-        line = f'{compinit}; [ -r {quoted} ] && eval "$(<{quoted})"'
-
-    with output_errors(start):
-        text = b""
-        if start.exists():
-            text = read_small(start, str(start))
-        # The line is several if the name of a directory has line breaks.
-        if os.fsencode(f"\n{line}\n") in b"\n" + text + b"\n":
-            return shell, [script]
-        if text and not text.endswith(b"\n"):
-            line = f"\n{line}"
-        if not dry_run:
-            with open(start, "ab") as file:
-                file.write(os.fsencode(f"{line}\n"))
-    return shell, [script, start]
 
 
 def _env(call: Call) -> int:

@@ -24,6 +24,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -438,9 +439,9 @@ def _is_journal(journal: Any) -> bool:
             and isinstance(journal.get("recipe", {}), dict)
             and all(isinstance(name, str) for name in journal["files"])
             and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
-            and WeightFacts(**journal["weights"]) is not None
+            and all(isfinite(scale) for scale in WeightFacts(**journal["weights"]).static_scales.values())
         )
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, AttributeError, OverflowError):
         return False
 
 

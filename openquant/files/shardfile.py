@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import re
 import stat
@@ -586,7 +587,7 @@ def _read_header_text(read: Callable[[int, int], bytes], size: int, name: str) -
 
 def _parse_entry(tensor: str, entry: Any) -> tuple[int, int, str, Any, tuple[Any, ...]]:
     """Return begin and end offset, name, dtype and shape of a tensor in a header."""
-    begin, end = entry["data_offsets"]
+    begin, end = map(operator.index, entry["data_offsets"])
     return begin, end, tensor, entry["dtype"], tuple(entry["shape"])
 
 

@@ -4,7 +4,7 @@ All of it is read from the source of the versions in `version.CITED`: which kern
 the device. None of these GPUs was at hand, so nothing here says how fast a kernel is. An architecture may still be
 refused (plan/engines.py), and so may a layer whose shape no kernel takes.
 
-    >>> kernel = find_kernel("vLLM", "channel", generation_of(8, 6))
+    >>> kernel = find_kernel("vLLM", "channel", "Ampere")
     >>> kernel.arithmetic, kernel.in_hardware
     ('16 bits', False)
 
@@ -160,19 +160,6 @@ KERNELS = (
         f"{_SGLANG_CT}/compressed_tensors_w4a16_nvfp4.py:135-137",
     ),
 )
-
-
-def generation_of(major: int, minor: int) -> str | None:
-    """Return the generation of an NVIDIA GPU.
-
-    Args:
-        major: first number of its compute capability.
-        minor: second number.
-
-    Returns:
-        One of GENERATIONS; None if it is older than all of them.
-    """
-    return next((name for name, first in reversed(GENERATIONS.items()) if 10 * major + minor >= first), None)
 
 
 def find_kernel(engine: str, scheme: str, hardware: str | None, experts: bool = False) -> Kernel | None:

@@ -39,7 +39,7 @@ from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason,
 from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, Discussion, ModelInfo
+    from huggingface_hub import CommitOperationAdd, ModelInfo
     from huggingface_hub.lfs import UploadInfo
 
 
@@ -77,7 +77,6 @@ class Publisher:
         revision: the branch to commit to, such as "refs/pr/1"; None for main, or a pull request of its own.
 
     Attributes:
-        open_request: number of the pull request of this model that is open; None if there is none, or before `prepare`.
         complete: makes the published model card from the directory's card and the repository's name, "org/name" or
             "org/name@refs/pr/1"; None to publish the directory's card.
     """
@@ -88,12 +87,10 @@ class Publisher:
         self.push = push
         self.revision = revision
         self.complete: Callable[[str, str], str] | None = None
-        self.open_request: int | None = None
         self.directory = directory
         self.digest = digest
         self.shards = list(shards)
         self.repo = push.name
-        self._user = ""
         self.records = directory / WORK / PUSHED
 
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -149,10 +146,7 @@ class Publisher:
             with_retries(lambda: HfApi().auth_check(self.repo, write=not is_request))
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
-                request = with_retries(self._find_request)
-                self.open_request = None
-                if request is not None:
-                    self.open_request = request.num
+                with_retries(lambda: next(iter(HfApi().get_repo_discussions(self.repo)), None))
 
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
@@ -176,9 +170,9 @@ class Publisher:
             UsageError: its name is not valid.
         """
         with push_errors(self.repo):
-            self._user = user_name(self.repo)
+            user = user_name(self.repo)
             if "/" not in self.repo:
-                self.repo = f"{self._user}/{self.repo}"
+                self.repo = f"{user}/{self.repo}"
             repository = find_repository(self.repo)
         # The current name, if it was renamed or has other capital letters.
         if repository is not None:
@@ -276,15 +270,20 @@ class Publisher:
         return Published(self.repo, address, self.revision)
 
     def _commit_to_request(self, others: list[str], title: str) -> Published:
-        """Commit all files to a pull request of this model."""
-        from huggingface_hub import constants
+        """Open a pull request, and commit all files to it."""
+        from huggingface_hub import HfApi, constants
+        from huggingface_hub.errors import HfHubHTTPError
 
-        request = with_retries(lambda: self._open_request(title))
-        address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
+        title_on_hub = title.strip()[:LONGEST_TITLE]
+        description = f"Made with openquant {__version__}."
+        request = with_retries(lambda: HfApi().create_pull_request(self.repo, title_on_hub, description=description))
         revision = f"refs/pr/{request.num}"
         self._commit(others, title, revision)
-        self._open_draft(request)
-        return Published(self.repo, address, revision)
+
+        # It is a draft, which the Hub does not merge. If this is refused, the request's page has a button for it.
+        with suppress(HfHubHTTPError):
+            HfApi().change_discussion_status(self.repo, request.num, "open")
+        return Published(self.repo, f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}", revision)
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
         """Commit all files, except shards that the revision already has, and return the commit's URL."""
@@ -369,52 +368,6 @@ class Publisher:
         operation._upload_mode = "lfs"
         operation._is_uploaded = True
         return operation
-
-    def _open_request(self, title: str) -> Discussion:
-        """The pull request for this model, opened if there is none."""
-        from huggingface_hub import HfApi
-
-        request = self._find_request()
-        if request is None:
-            description = f"Made with openquant {__version__}. {self._marker}"
-            request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
-        return request
-
-    def _open_draft(self, request: Discussion) -> None:
-        """Take a pull request out of draft: the Hub opens it as one, and merges no draft.
-
-        If the Hub refuses, the model is in the request all the same, and its page has a button for this.
-        """
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-
-        if request.status == "draft":
-            with suppress(HfHubHTTPError):
-                HfApi().change_discussion_status(self.repo, request.num, "open")
-
-    def _find_request(self) -> Discussion | None:
-        """The pull request that an earlier try opened for this model.
-
-        Its description has the plan's digest. So none is opened twice, even if a response was lost or the directory
-        was moved.
-        """
-        from huggingface_hub import HfApi
-        from huggingface_hub.community import DiscussionComment
-
-        api = HfApi()
-        for request in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
-            if request.status in ("closed", "merged"):
-                continue
-            details = api.get_discussion_details(self.repo, request.num)
-            comments = [event.content for event in details.events if isinstance(event, DiscussionComment)]
-            if comments and self._marker in comments[0]:
-                return details
-        return None
-
-    @property
-    def _marker(self) -> str:
-        """The text in a pull request's description that names the plan."""
-        return f"Plan: {self.digest}"
 
     def _upload_all(self) -> None:
         with self._failure.catch():

@@ -241,10 +241,13 @@ def stored_buffers(model: PreTrainedModel) -> set[str]:
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the module that computes logits from hidden states; None if there is none."""
-    untyped: Any = model
-    head: nn.Module | None = untyped.get_output_embeddings()
-    return head
+    """Return the module that computes logits from hidden states; None if there is none.
+
+    Some multimodal classes do not name the head of the language model that they hold.
+    """
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    heads: Iterator[nn.Module | None] = (part.get_output_embeddings() for part in parts)
+    return next((head for head in heads if head is not None), None)
 
 
 def is_layer(model: PreTrainedModel, name: str, module: nn.Module) -> bool:

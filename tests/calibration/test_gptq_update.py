@@ -26,16 +26,7 @@ from openquant.formats.schemes import (
 )
 from support.paper_gptq import by_hand, spread
 
-SCHEMES = (
-    INTEGER_GROUPS[3][0],
-    INT4_W4A16,
-    INT4_SHIFTED,
-    INT4_W4A16_CHANNEL,
-    INT8_W8A16,
-    NVFP4,
-    CHANNEL,
-    BLOCK,
-)
+SCHEMES = (INTEGER_GROUPS[3][0], INT4_W4A16, INT4_SHIFTED, INT4_W4A16_CHANNEL, INT8_W8A16, NVFP4, CHANNEL, BLOCK)
 
 
 def correlated(tokens: int, cols: int, seed: int = 0) -> Tensor:

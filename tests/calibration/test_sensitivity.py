@@ -82,6 +82,7 @@ DIFFERENTIATED = (
     "GraniteMoeHybridForCausalLM",
     "Qwen3NextForCausalLM",
     "Gemma3nForCausalLM",
+    "NemotronH_Omni_Reasoning_V3",
 )
 
 

@@ -16,12 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import EXAMPLE
 from openquant import calibrate, compress, dequantize, evaluate, verify
-from openquant.calibration.smoothing import (
-    divide_norm,
-    nearest_powers_of_two,
-    smoothquant_scale,
-    usable_mappings,
-)
+from openquant.calibration.smoothing import divide_norm, nearest_powers_of_two, smoothquant_scale, usable_mappings
 from openquant.errors import OutputError, PlanError, UsageError
 from openquant.files.cards import with_evaluation
 from openquant.files.checkpoint import open_checkpoint

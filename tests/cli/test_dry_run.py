@@ -39,7 +39,7 @@ def test_every_verb_that_writes_has_it() -> None:
     assert verbs.choices is not None
     having = {name for name, parser in dict(verbs.choices).items() if "--dry-run" in parser._option_string_actions}  # type: ignore[call-overload]
     # The others write only what --report names; `fit --search` keeps its scores too, and `web` runs other verbs.
-    assert having == {"compress", "dequantize", "push", "calibrate", "eval", "completion"}
+    assert having == {"compress", "dequantize", "push", "calibrate", "eval"}
 
 
 def test_a_calibration_is_described(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +147,3 @@ def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.
     assert main(["compress", str(EXAMPLE), "-o", "new", *gptq, "mine.txt", "--dry-run"]) == 0
     assert explain(EXAMPLE, "**.q_proj", "int4", gptq=True, text="nope.jsonl").layers
     assert not (here / "new").exists()
-    capsys.readouterr()
-    assert main(["completion", "bash", "--dry-run"]) == 2
-    assert "--dry-run is for install" in capsys.readouterr().err

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from openquant.errors import SourceError
-from openquant.evaluation.kl import (
-    EDGES,
-    DocumentRecord,
-    bootstrap_interval,
-    compare_logits,
-    kl_histogram,
-    summarize,
-)
+from openquant.evaluation.kl import EDGES, DocumentRecord, bootstrap_interval, compare_logits, kl_histogram, summarize
 
 MODELS = ("source", "output")
 VOCABULARY, LENGTH, DOCUMENTS = 500, 150, 6

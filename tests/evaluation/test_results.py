@@ -13,12 +13,7 @@ from conftest import change_json
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import UsageError
 from openquant.evaluation.compare import compare_outputs
-from openquant.evaluation.results import (
-    Evaluation,
-    HiddenStateDistances,
-    ModelUnderTest,
-    require_one_model,
-)
+from openquant.evaluation.results import Evaluation, HiddenStateDistances, ModelUnderTest, require_one_model
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from openquant import compress
-from openquant.files.cards import (
-    base_models,
-    commands_in,
-    evaluation_notes,
-    published_card,
-    source_of,
-    with_evaluation,
-)
+from openquant.files.cards import base_models, commands_in, evaluation_notes, published_card, source_of, with_evaluation
 from support import small_checkpoints
 from support.evaluation_files import evaluation
 

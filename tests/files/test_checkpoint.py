@@ -212,6 +212,7 @@ HEADERS = {
     "byte-order mark": (raw(b'\xef\xbb\xbf{"a":1}'), "x has a broken header: Unexpected UTF-8 BOM (decode using utf-8-sig): line 1 column 1 (char 0)"),
     "entry is a list": (raw({"a": []}), "x has a broken header: list indices must be integers or slices, not str"),
     "entry lacks dtype": (raw({"a": {"shape": [2], "data_offsets": [0, 8]}}), "x has a broken header: 'dtype'"),
+    "offset is a list": (raw({"a": entry("F32", [2], [], 8)}), "x has a broken header: 'list' object cannot be interpreted as an integer"),
     "unknown dtype": (raw({"a": entry("F7", [2], 0, 8)}, b"0" * 8), "x: a has the unknown dtype 'F7'"),
     "dtype is a list": (raw({"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}), "x: a has the unknown dtype ['F32']"),
     "negative size": (raw({"a": entry("F32", [-2], 0, 8)}, b"0" * 8), "x: a has the impossible shape [-2]"),

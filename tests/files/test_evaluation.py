@@ -9,12 +9,7 @@ import pytest
 from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
-from openquant.files.cards import (
-    FoundEvaluation,
-    check_evaluation,
-    evaluation_digest,
-    find_evaluation,
-)
+from openquant.files.cards import FoundEvaluation, check_evaluation, evaluation_digest, find_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.model_files import EVALUATION_FILES
 from support import small_checkpoints

@@ -161,8 +161,7 @@ def test_units_have_the_bytes_that_compress_writes(example: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name"),
-    [("Qwen3MoeForCausalLM", "channel"), ("Qwen3ForCausalLM", "nvfp4-w4a4")],
+    ("architecture", "name"), [("Qwen3MoeForCausalLM", "channel"), ("Qwen3ForCausalLM", "nvfp4-w4a4")]
 )
 def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     shelf: Shelf, tmp_path: Path, architecture: str, name: str
@@ -224,4 +223,7 @@ def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, subtests: pytest.S
             units = units_of(plans)
             mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
             scores = scores_of(units, mixtures, changes, measured(source, plans, mixtures, changes=changes))
-            assert all(0 < kl < 10 for found in scores for name, kl in found.items() if name != UNQUANTIZED)
+            # An indexer of sparse attention changes nothing where all tokens are attended to.
+            for unit, found in zip(units, scores, strict=True):
+                least = 0 if "indexer" in unit.modules[0] else 1e-9
+                assert all(least <= kl < 10 for name, kl in found.items() if name != UNQUANTIZED), unit

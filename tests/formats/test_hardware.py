@@ -7,16 +7,7 @@ import subprocess
 import sys
 
 from conftest import ROOT
-from openquant.formats.hardware import (
-    ENGINES,
-    GENERATIONS,
-    HARDWARE,
-    KERNELS,
-    arithmetic_on,
-    find_kernel,
-    generation_of,
-    schemes_on,
-)
+from openquant.formats.hardware import ENGINES, GENERATIONS, HARDWARE, KERNELS, arithmetic_on, find_kernel, schemes_on
 from openquant.formats.schemes import SCHEMES
 
 
@@ -37,21 +28,6 @@ def test_kernels_name_what_there_is_and_none_is_hidden_by_those_before_it():
     assert {where for kernel in KERNELS for where in kernel.hardware} == {*HARDWARE}
     asked = itertools.product(ENGINES, SCHEMES, HARDWARE, (False, True))
     assert {find_kernel(*question) for question in asked} - {None} == {*KERNELS}
-
-
-def test_a_compute_capability_is_of_a_generation():
-    expected = {
-        (7, 0): None,
-        (7, 5): "Turing",
-        (8, 0): "Ampere",
-        (8, 6): "Ampere",
-        (8, 9): "Ada",
-        (9, 0): "Hopper",
-        (10, 0): "Blackwell",
-        (10, 3): "Blackwell",
-        (12, 0): "Blackwell",
-    }
-    assert {capability: generation_of(*capability) for capability in expected} == expected
 
 
 def test_which_arithmetic_a_gpu_has():

@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import random
-import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 INDEX, JOURNAL = "model.safetensors.index.json", ".openquant.json"
-READ_WHOLE = ("README.md", "config.json", INDEX, JOURNAL, "hf_quant_config.json")
 # Files of a case stay small; what claims to be large claims it in its header.
 MOST = 8 << 20
 
@@ -53,8 +51,6 @@ NAMES = [
     "model.layers.0.self_attn.q_proj.weight_packed", "model.layers.0.mlp.experts.gate_up_proj_blocks", "\ud800",
     "model.layers.0.self_attn.q_proj.qweight", "re:.*", "a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z.weight",
 ]  # fmt: skip
-PLANTED = ["d", "d/credentials.json", "../precious", "../precious/keep", "config.json/x", "/etc/hostname", ".",
-           ".openquant/lock", ".openquant", "a" * 300, "a\nb", "\ud800", "", "model.safetensors", JOURNAL]  # fmt: skip
 QUANTIZATIONS: list[Any] = [
     {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     {"quant_method": "fp8", "activation_scheme": "static"},
@@ -179,17 +175,7 @@ def _index(rng: random.Random, root: Path) -> str | None:
 
 
 def _journal(rng: random.Random, root: Path) -> str | None:
-    path = root / JOURNAL
-    if rng.random() < 0.5:
-        return _json_file(rng, path)
-    try:
-        journal = json.loads(contents(path) or b"")
-        journal["files"].append(rng.choice(PLANTED))
-        journal["done"] = rng.random() < 0.5
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    _write(path, json.dumps(journal).encode())
-    return f"journal names {journal['files'][-1]!r}"
+    return _json_file(rng, root / JOURNAL)
 
 
 def _quantization(rng: random.Random, root: Path) -> str | None:
@@ -362,41 +348,21 @@ def _bytes(rng: random.Random, root: Path) -> str | None:
 
 
 def _kind(rng: random.Random, root: Path) -> str | None:
-    """A file that is something else: a directory, a pipe, a link, a device, a socket, empty, forbidden."""
-    names = [*sorted(path.name for path in root.iterdir()), "README.md", INDEX, "hf_quant_config.json", ".openquant"]
-    return _become(rng, root / rng.choice(names))
+    """A file that is a directory, a link to nothing, empty or gone."""
+    names = [*sorted(path.name for path in root.iterdir()), "README.md", INDEX, "hf_quant_config.json"]
+    path = root / rng.choice(names)
+    if path.is_dir():
+        return None
 
-
-def _become(rng: random.Random, path: Path) -> str:
-    if path.is_dir() and not path.is_symlink():
-        # Only what an earlier damage made.
-        return f"{path.name} stays a directory"
     path.unlink(missing_ok=True)
-    way = rng.choice(
-        ["directory", "pipe", "dangling", "circle", "endless", "socket", "empty", "forbidden", "gone", "huge"]
-    )
+    way = rng.choice(["directory", "link", "empty", "gone"])
     if way == "directory":
         path.mkdir()
-    elif way == "pipe":
-        os.mkfifo(path)
-    elif way == "dangling":
+    elif way == "link":
         path.symlink_to("nowhere")
-    elif way == "circle":
-        path.symlink_to(path.name)
-    elif way == "endless":
-        path.symlink_to(rng.choice(["/dev/zero", "/dev/full", "/dev/urandom", "/proc/self/mem", "/dev/stdin"]))
-    elif way == "socket":
-        os.mknod(path, stat.S_IFSOCK | 0o600)
     elif way == "empty":
         path.touch()
-    elif way == "forbidden":
-        path.write_bytes(b"{}")
-        path.chmod(0)
-    elif way == "huge":
-        with path.open("wb") as file:
-            # What is read whole must be bounded; what is copied needs its disk, and takes its time.
-            file.truncate(1 << (30 if path.name in READ_WHOLE else 40))
-    return f"{path.name} is {way}"
+    return f"{path.name}: {way}"
 
 
 def _extra(rng: random.Random, root: Path) -> str | None:
@@ -408,8 +374,6 @@ def _extra(rng: random.Random, root: Path) -> str | None:
     path = root / name
     if path.exists() or path.is_symlink():
         return None
-    if rng.random() < 0.3:
-        return _become(rng, path)
     found = _shard(rng, root)
     if name.endswith(".safetensors") and found:
         _write(path, contents(found) or b"")

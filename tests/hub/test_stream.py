@@ -142,10 +142,7 @@ def test_a_streamed_model_needs_a_few_shards_of_disk(site: Here, tmp_path: Path)
     assert not (site.out / ".openquant").exists()
 
 
-ONCE = {
-    "cut": Fault(SHARD, "GET", after=1, cut=1000),
-    "short": Fault(SHARD, "GET", after=1, short=1000),
-}
+ONCE = {"cut": Fault(SHARD, "GET", after=1, cut=1000), "short": Fault(SHARD, "GET", after=1, short=1000)}
 
 
 def test_what_goes_wrong_once_does_not_show(new_site, local, subtests):

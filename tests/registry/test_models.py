@@ -44,86 +44,11 @@ EXPECTED = {
     ),
     "Llama4ForConditionalGeneration": (48 * (4 + 3 + 3 * 16), None, [1, 2, 4, 8]),
 }
-# The same without the list of what is kept, by the sizes: "NAME COUNT, ..". Where blocks leave layers out that do not
-# divide, both counts; where a single scale does so too, that of rows before them.
-COUNTS = {
-    (1,): (
-        "Glm4ForCausalLM 240, GlmForCausalLM 240, Qwen2MoeForCausalLM 4488, Glm4MoeForCausalLM 17602/17599, "
-        "DeepseekV2ForCausalLM 5154/5124, Qwen4ExpForCausalLM 74040, Qwen4ExpForConditionalGeneration 74040, "
-        "NemotronHForCausalLM 5981/93, NemotronH_Omni_Reasoning_V3 5981/93, NemotronH_Nano_Omni_Reasoning_V3 "
-        "5981/93, NemotronH_Super_Omni_Reasoning_V3 5981/93, Glm4vForConditionalGeneration 240, "
-        "Glm4vMoeForConditionalGeneration 17602/17415, AriaForConditionalGeneration 3780, DeepseekOCRForCausalLM "
-        "2196/2193, DeepseekOCR2ForCausalLM 2196/2193, UnlimitedOCRForCausalLM 2196/2193, "
-        "KimiVLForConditionalGeneration 5154/5127, HCXVisionV2ForCausalLM 504, MiniCPMForCausalLM 280, ChatGLMModel "
-        "112, ChatGLMForConditionalGeneration 160, GLM4VForCausalLM 160, DeepseekForCausalLM 5380/5377, "
-        "BailingMoeForCausalLM 5516, MellumForCausalLM 5488, OlmoHybridForCausalLM 248/152"
-    ),
-    (1, 2): (
-        "MiMoForCausalLM 252, OlmoForCausalLM 224, Olmo2ForCausalLM 224, Olmo3ForCausalLM 224, SmolLM3ForCausalLM "
-        "252, Exaone4ForCausalLM 448, Phi3ForCausalLM 160, PhiMoEForCausalLM 1664, Lfm2MoeForCausalLM 2160, "
-        "LlavaForConditionalGeneration 224, LlavaNextVideoForConditionalGeneration 224, "
-        "Qwen2AudioForConditionalGeneration 224, Exaone4_5_ForConditionalGeneration 448, "
-        "Qwen3OmniMoeForConditionalGeneration 18624, Qwen3VLMoeForConditionalGeneration 18624, "
-        "MiMoV2FlashForCausalLM 36291, Step3p7ForConditionalGeneration 36603, Step3p5ForCausalLM 36603, "
-        "LLaMAForCausalLM 224, NemotronHPuzzleForCausalLM 41112, DeciLMForCausalLM 436, SolarForCausalLM 448, "
-        "Jais2ForCausalLM 192, VaultGemmaForCausalLM 182, BailingMoeV3ForCausalLM 61839/61685, FlexOlmoForCausalLM "
-        "800, MiniCPM3ForCausalLM 434/372"
-    ),
-    (1, 2, 4): (
-        "Qwen2ForCausalLM 336, GraniteForCausalLM 280, ArceeForCausalLM 216, PhiForCausalLM 192, "
-        "StableLmForCausalLM 168, MiniMaxM2ForCausalLM 47864, GraniteMoeForCausalLM 2400, Ernie4_5_MoeForCausalLM "
-        "5380, Glm4MoeLiteForCausalLM 9161/9067, Qwen3NextForCausalLM 73992, FalconH1ForCausalLM 352, "
-        "Qwen3_5MoeForCausalLM 30970, GraniteMoeHybridForCausalLM 7812, Lfm2ForCausalLM 82, "
-        "InternVLForConditionalGeneration 196, LlavaOnevisionForConditionalGeneration 196, "
-        "Lfm2VlForConditionalGeneration 82, GlmOcrForConditionalGeneration 96, "
-        "AudioFlamingo3ForConditionalGeneration 196, GraniteSpeechForConditionalGeneration 280, "
-        "HunYuanVLForConditionalGeneration 168, VibeVoiceAsrForConditionalGeneration 196, "
-        "Granite4VisionForConditionalGeneration 280, QianfanOCRForConditionalGeneration 224, InternVLChatModel 196, "
-        "Ernie4_5_VLMoeForConditionalGeneration 10564, Qwen2_5OmniForConditionalGeneration 196, Qwen2_5OmniModel "
-        "196, Qwen2VLForConditionalGeneration 196, Qwen2_5_VLForConditionalGeneration 196, "
-        "Qwen3_5MoeForConditionalGeneration 30970, MiMoV2ForCausalLM 79771, HYV3ForCausalLM 46064, "
-        "PanguEmbeddedForCausalLM 238, GraniteSWAForCausalLM 168, GraniteMoeSharedForCausalLM 2448, "
-        "GraniteMoeSWAForCausalLM 2448, BailingMoeV2ForCausalLM 14692, Blip2ForConditionalGeneration 192, "
-        "LagunaForCausalLM 30232, FalconForCausalLM 320/240, Dots3NoteForCausalLM 34882/34790, HrmTextForCausalLM "
-        "128, MuseGlimmerForCausalLM 416, MuseGlimmerForConditionalGeneration 416"
-    ),
-    (1, 2, 4, 8): (
-        "GemmaForCausalLM 126, Gemma2ForCausalLM 182, SeedOssForCausalLM 448, CwmForCausalLM 448, "
-        "Ernie4_5ForCausalLM 126, ApertusForCausalLM 192, Starcoder2ForCausalLM 180, OlmoeForCausalLM 3136, "
-        "HunYuanMoEV1ForCausalLM 6368, AfmoeForCausalLM 11776, DeepseekV4ForCausalLM 70790, KimiLinearForCausalLM "
-        "20250/20143, Qwen3_5ForCausalLM 150, NemotronH_Nano_VL_V2 108, Gemma4ForCausalLM 245, "
-        "Gemma4ForConditionalGeneration 410, PaliGemmaForConditionalGeneration 126, "
-        "Gemma4UnifiedForConditionalGeneration 210, MossTranscribeDiarizeForConditionalGeneration 196, "
-        "LightOnOCRForConditionalGeneration 196, FunASRForConditionalGeneration 196, "
-        "PaddleOCRVLForConditionalGeneration 126, Qwen3_5ForConditionalGeneration 400, "
-        "MiniMaxM3SparseForConditionalGeneration 22422, IQuestLoopCoderForCausalLM 560, IQuestCoderForCausalLM 560, "
-        "OrionForCausalLM 280, InternLM2ForCausalLM 160, BailingMoeV2_5ForCausalLM 24004/23996, "
-        "Gemma3nForConditionalGeneration 210, Gemma3nForCausalLM 210"
-    ),
-    (1, 2, 4, 8, 16): (
-        "Ministral3ForCausalLM 238, CohereForCausalLM 280, Cohere2ForCausalLM 224, HunYuanDenseV1ForCausalLM 224, "
-        "MixtralForCausalLM 896, ExaoneMoeForCausalLM 18384, DeepseekV3ForCausalLM 44971/44849, "
-        "DeepseekV32ForCausalLM 44971/44849, GlmMoeDsaForCausalLM 58146/57990, Glm5NextForCausalLM 36423, "
-        "Glm5NextForConditionalGeneration 36423, HYV4ForCausalLM 59760/59604, "
-        "Gemma4ForConditionalGeneration-26b-a4b 11725/115, Mistral3ForConditionalGeneration 280, "
-        "LlavaNextForConditionalGeneration 224, Cohere2VisionForConditionalGeneration 448, "
-        "Idefics3ForConditionalGeneration 224, SmolVLMForConditionalGeneration 168, GlmAsrForConditionalGeneration "
-        "196, GraniteSpeechPlusForConditionalGeneration 280, DiffusionGemmaForBlockDiffusion 11725/115, "
-        "Molmo2ForConditionalGeneration 144, Qwen3ASRForConditionalGeneration 196, Qwen3ASRRealtimeGeneration 196, "
-        "Emu3ForConditionalGeneration 224, MiniCPMV4_6ForConditionalGeneration 200/152, "
-        "MiniCPMV4_7ForConditionalGeneration 200/152, CohereCompassForConditionalGeneration 280, "
-        "Qwen3VLForConditionalGeneration 196, KimiK25ForConditionalGeneration 69547/69425, InternLM3ForCausalLM "
-        "336, TeleChat3ForCausalLM 448, Rnj1ForCausalLM 224, NemotronForCausalLM 192, HyperCLOVAXForCausalLM 266, "
-        "ExaoneMoEForCausalLM 18384, GPTBigCodeForCausalLM 160, GPTJForCausalLM 168, ExaoneForCausalLM 224, "
-        "TeleChat2ForCausalLM 120/180/120, OPTForCausalLM 192, Cohere2MoeForCausalLM 1216, AXK1ForCausalLM "
-        "34987/34865, Mamba2ForCausalLM 64, JambaForCausalLM 832, TeleFLMForCausalLM 448/256, BloomForCausalLM "
-        "210/280/280, LongcatFlashForCausalLM 43400/43288, GPTNeoXForCausalLM 128"
-    ),
-}
+# The same of the others, without the list of what is kept. Where blocks leave layers out that do not divide, both counts;
+# where a single scale does so too, that of rows before them.
 MORE: dict[str, tuple[tuple[int, ...], list[int]]] = {
-    name: (tuple(map(int, counts.split("/"))), list(sizes))
-    for sizes, text in COUNTS.items()
-    for name, counts in (row.split(" ") for row in text.split(", "))
+    name: (tuple(map(int, counts.split("/"))), list(map(int, sizes.split(","))))
+    for name, counts, sizes in map(str.split, Path(__file__).with_name("layers.txt").read_text().splitlines())
 }
 
 

@@ -393,10 +393,7 @@ def compress_case(case: Case, root: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def layers(
-    engine: Engine,
-    cases: dict[str, Path],
-    compressed: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    engine: Engine, cases: dict[str, Path], compressed: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Layers:
     """What vLLM says of each case, and of one without a scale, `dropped`."""
     root = tmp_path_factory.mktemp("layers")

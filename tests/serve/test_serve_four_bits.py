@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 from chosen import CHOSEN, in_turn
-from engine_client import (
-    TO_DEQUANTIZED,
-    Answers,
-    Engine,
-    find_engine,
-    rewrite,
-    table_cells,
-)
+from engine_client import TO_DEQUANTIZED, Answers, Engine, find_engine, rewrite, table_cells
 from engine_layers import UNBUILT, Layers, built, written
 
 from conftest import EXAMPLE

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import (
-    TO_DEQUANTIZED,
-    TO_SOURCE,
-    Answers,
-    Engine,
-    find_engine,
-    rewrite,
-)
+from engine_client import TO_DEQUANTIZED, TO_SOURCE, Answers, Engine, find_engine, rewrite
 
 import openquant
 from conftest import EXAMPLE

@@ -31,8 +31,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 DATE = "2026-01-01T00:00:00.000Z"
 PIECE = 1 << 16
-# Pull requests in a page of their list.
-PAGE = 2
 USER = "user"
 
 
@@ -218,21 +216,14 @@ class LoopbackHub:
             (self.blobs / digest).write_bytes(content)
         return digest
 
-    def open_pull_request(self, repo: str, base: str, title: str = "", about: str = "", author: str = USER) -> str:
+    def open_pull_request(self, repo: str, base: str) -> str:
         """The ref of a new pull request that starts at a revision."""
         with self.lock:
             sha = self.snapshot(repo, base)[0]
-            refs = self.stored[repo]["refs"]
-            number = 1 + sum(name.startswith("refs/pr/") for name in refs)
-            refs[f"refs/pr/{number}"] = sha
-            known = {"num": number, "title": title, "about": about, "author": author, "status": "draft"}
-            self.stored[repo].setdefault("requests", []).append(known)
-            return f"refs/pr/{number}"
-
-    def end_pull_request(self, repo: str, number: int, status: str) -> None:
-        """Open a pull request that is a draft, or close it."""
-        with self.lock:
-            self.stored[repo]["requests"][number - 1]["status"] = status
+            requests = self.stored[repo].setdefault("requests", [])
+            requests.append({"status": "draft"})
+            self.stored[repo]["refs"][f"refs/pr/{len(requests)}"] = sha
+            return f"refs/pr/{len(requests)}"
 
     def describe(self, path: str, content: Path) -> dict[str, Any]:
         """A file as the tree lists it."""
@@ -619,47 +610,38 @@ class Handler(BaseHTTPRequestHandler):
 
     def discuss(self, repo: str) -> None:
         """Open a pull request that has no commit yet."""
-        asked = json.loads(self.body())
-        ref = self.hub.open_pull_request(repo, "main", asked["title"], asked["description"])
+        self.body()
+        ref = self.hub.open_pull_request(repo, "main")
         self.say({"num": int(ref.rpartition("/")[2])})
 
     def discussions(self, repo: str) -> None:
-        """A page of the pull requests."""
+        """The pull requests, of which none matters."""
         self.hub.snapshot(repo, "main")
-        author, start = self.query.get("author"), PAGE * int(self.query["p"][0])
-        found = self.hub.stored[repo].get("requests", []) if repo in self.hub.stored else []
-        found = [known for known in reversed(found) if author in (None, [known["author"]])]
-        page = [self.described(repo, known) for known in found[start : start + PAGE]]
-        self.say({"discussions": page, "count": len(found), "start": start})
+        self.say({"discussions": [], "count": 0, "start": 0})
 
     def discussion(self, repo: str, number: str) -> None:
         self.hub.snapshot(repo, f"refs/pr/{number}")
-        known = self.hub.stored[repo]["requests"][int(number) - 1]
-        author = {"name": known["author"]}
-        said = {"raw": known["about"], "html": "", "updatedAt": DATE, "author": author}
-        comment = {"id": "0", "type": "comment", "createdAt": DATE, "author": author}
-        events = [{**comment, "data": {"latest": said, "edited": False, "hidden": False, "history": [said]}}]
-        more = {"events": events, "filesWithConflicts": [], "changes": {"base": "refs/heads/main"}}
-        self.say({**self.described(repo, known), **more})
+        self.say(
+            {
+                "num": int(number),
+                "title": "",
+                "author": {"name": USER},
+                "status": self.hub.stored[repo]["requests"][int(number) - 1]["status"],
+                "createdAt": DATE,
+                "isPullRequest": True,
+                "repo": {"name": repo, "type": "model"},
+                "events": [],
+                "filesWithConflicts": [],
+                "changes": {"base": "refs/heads/main"},
+            }
+        )
 
     def change_status(self, repo: str, number: str) -> None:
         status = json.loads(self.body())["status"]
         self.hub.snapshot(repo, f"refs/pr/{number}")
-        self.hub.end_pull_request(repo, int(number), status)
+        self.hub.stored[repo]["requests"][int(number) - 1]["status"] = status
         event = {"id": "1", "type": "status-change", "createdAt": DATE, "author": {"name": USER}}
         self.say({"newStatus": {**event, "data": {"status": status}}})
-
-    def described(self, repo: str, known: dict[str, Any]) -> dict[str, Any]:
-        """A pull request as a list has it."""
-        return {
-            "num": known["num"],
-            "title": known["title"],
-            "author": {"name": known["author"]},
-            "status": known["status"],
-            "createdAt": DATE,
-            "isPullRequest": True,
-            "repo": {"name": repo, "type": "model"},
-        }
 
 
 REPO = r"(?P<repo>[^/]+/[^/]+)"
