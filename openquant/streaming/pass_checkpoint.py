@@ -82,7 +82,7 @@ class PassCheckpoint:
         self._unit = ""
         self._calls_start = 0
         self._entered: set[str] = set()
-        # Whether all that goes from unit to unit can be saved, and each unit is called once.
+        # Whether all that goes from unit to unit can be saved.
         self._supported = True
 
         if os.path.lexists(path):
@@ -124,7 +124,6 @@ class PassCheckpoint:
             unit: its name.
             is_embedding: whether it is an embedding table, which is always computed again.
         """
-        self._supported = self._supported and unit not in self._entered
         self._entered.add(unit)
         return self._unit not in ("", unit) and not is_embedding
 
@@ -191,7 +190,8 @@ class PassCheckpoint:
             self.write("", [], lambda _: None)
 
     def write(self, unit: str, batches: Sequence[Sequence[Any]], in_memory: Callable[[int], Any]) -> None:
-        """Save passes that wait for a unit. Nothing is written if an argument cannot be saved.
+        """Save passes that wait for a unit. Nothing is written if they wait for it a second time, as in models that
+        repeat layers, or if an argument cannot be saved.
 
         Args:
             unit: its name.
@@ -201,6 +201,10 @@ class PassCheckpoint:
         Raises:
             OutputError: the file cannot be written.
         """
+        # An earlier call of the unit would get the arguments of this one.
+        if unit in self._entered:
+            return
+
         begin = time.monotonic()
         try:
             calls = [[_plain(call, lambda tensor: tensor) for call in batch] for batch in batches]

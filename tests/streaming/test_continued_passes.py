@@ -63,3 +63,11 @@ def test_passes_continue_before_the_output_head(
     layers = [unit for unit in units if unit in model.layers]
     assert done in (set(layers), set(layers[:-1]))
     assert loaded == [unit for unit in units if unit not in done]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_passes_through_layers_that_repeat_start_afresh(shelf: Shelf, tmp_path: Path) -> None:
+    path, model = tmp_path / "x.part", StreamedModel(open_checkpoint(shelf.source("HrmTextForCausalLM")))
+    expected = run(model, PassCheckpoint(path, {}))
+    found = run(model, PassCheckpoint(path, {}))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
