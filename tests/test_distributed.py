@@ -302,7 +302,6 @@ def test_ranks_do_not_outlive_torchrun(source: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_stream_and_publish(job: Job, tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
-    """Each fetches and uploads for its own shards; the first one commits."""
     with LoopbackHub(tmp_path / "hub") as hub:
         hub.repositories["org/name"] = source
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}

@@ -54,7 +54,6 @@ def cells(document: Path) -> int:
 
 
 def test_the_documents_are_short() -> None:
-    """One question a page, and the README is one screen."""
     assert words(ROOT / "README.md") <= 520
     assert sum(words(path) for path in ROOT.glob("docs/**/*.md")) <= 32_000
     # Of a table its words count, and not the lines between its cells.
@@ -72,7 +71,6 @@ def test_the_readme_is_short_and_leads_to_all_other_documents() -> None:
 
 
 def test_the_site_has_every_document() -> None:
-    """mkdocs says so too, but needs packages that the tests do not."""
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     named = set(re.findall(r"[\w/.-]+\.md\b", nav))
     documents = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
@@ -124,7 +122,6 @@ def test_the_architecture_names_every_room() -> None:
 
 
 def test_the_readme_has_the_commands_that_ci_types() -> None:
-    """`.ci/run` reads the second out of it; without it nothing is tested, and it fails."""
     lines = (ROOT / "README.md").read_text().splitlines()
     assert "pip install -e . && python compress_fp8.py -m examples/tiny-qwen3" in lines
     assert "pip install -e '.[test]' && python -m pytest" in lines

@@ -63,7 +63,6 @@ def test_a_script_runs(
 def test_a_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a notebook a call shows its progress."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -84,7 +84,6 @@ def write_texts(path: Path) -> None:
 
 @pytest.mark.usefixtures("short_answers")
 def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
-    """Every command that needs no other model, with fewer texts, and what the page says that they print."""
     monkeypatch.chdir(tmp_path)
     said = []
     for words in tutorial("first-checkpoint", tmp_path):
@@ -124,7 +123,6 @@ def python_of(page: str) -> list[CodeType]:
 
 
 def test_tensors_of_a_wrapped_model_are_renamed(tmp_path, monkeypatch):
-    """The code of the page makes the files that were saved without the wrapper."""
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     expected = small_checkpoints.write(tmp_path / "expected", weights=weights, shards=3)
     wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}

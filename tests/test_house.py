@@ -66,7 +66,6 @@ def test_the_floors_are_those_that_are_drawn():
 
 
 def test_no_two_test_modules_have_one_name():
-    """pytest would collect neither, and tell so only where both are asked for."""
     paths = sorted(Path(__file__).parent.rglob("test_*.py"))
     assert {path.name for path in paths if [other.name for other in paths].count(path.name) > 1} == set()
 

@@ -229,7 +229,6 @@ def test_unsupported_options_are_refused(made: Twin, tmp_path: Path) -> None:
 
 
 def test_any_valid_calibration_works(tmp_path: Path) -> None:
-    """As large as float32 is, next to nothing, or nothing at all."""
     source, reporter = small_checkpoints.write(tmp_path / "source"), Planned()
     path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
     found = read_calibration(path)

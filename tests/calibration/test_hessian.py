@@ -162,7 +162,6 @@ def test_inputs_that_wait_are_not_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
 def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, name: str) -> None:
-    """And in compiled loops as in numpy's."""
     checkpoint, plan = planned(shelf.source(name), name)
     made: list[dict[str, bytes]] = []
     for max_bytes, loops in ((1 << 30, kernels), (300_000, compiled)):

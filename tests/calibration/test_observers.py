@@ -144,7 +144,6 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"])
 @pytest.mark.usefixtures("at_once")
 def test_a_pass_that_was_ended_goes_on(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
-    """Statistics are kept too; tests/streaming/test_continued_passes.py has whatever goes from layer to layer."""
     root = shelf.source(architecture)
     ended_early(root, PassCheckpoint(tmp_path / "x.part", {}))
     kept = PassCheckpoint(tmp_path / "x.part", {})

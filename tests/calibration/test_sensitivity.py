@@ -189,7 +189,6 @@ class Stopped(Exception):
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("steps", [2, 6])
 def test_a_stopped_run_goes_on(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """It stops while tokens are weighed, one document at a time, or while layers are rounded."""
     monkeypatch.setattr("openquant.streaming.session.BUDGET", 0)
 
     def stop(done: int, total: int) -> None:

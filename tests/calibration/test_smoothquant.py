@@ -156,7 +156,6 @@ def opened(root: Path) -> Reader:
 
 
 def test_any_architecture_is_verified(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """A router and a bias, which stay as they are stored, are smoothed too."""
     smoothed = {
         "Qwen3MoeForCausalLM": "model.layers.1.mlp.gate.weight",
         "Qwen2ForCausalLM": "model.layers.1.self_attn.v_proj.bias",

@@ -441,7 +441,6 @@ def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> No
 
 @for_each("dtype", ["bfloat16", "float16", "float32"])
 def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """The path a GPU takes, on torch's own CPU too."""
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
     for scheme in [*STORED][("bfloat16", "float16", "float32").index(dtype) :: 3]:
         compress(source, tmp_path / "numpy" / scheme, scheme)
@@ -454,7 +453,6 @@ def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """One matrix of 134 MB, in a process of its own for each scheme."""
     source = small_checkpoints.write(
         tmp_path / "source",
         weights={"model.layers.0.mlp.down_proj.weight": torch.zeros(4096, 16384, dtype=torch.bfloat16)},

@@ -9,7 +9,6 @@ from openquant.errors import UsageError
 
 
 def test_what_a_device_refuses_is_explained() -> None:
-    """As where another program holds the memory of a GPU."""
     with pytest.raises(UsageError) as caught:
         TorchKernels("cpu:0").memory(1 << 60)
     assert caught.value.message.startswith("cpu:0 failed: ")

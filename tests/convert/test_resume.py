@@ -245,7 +245,6 @@ def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
 def test_what_is_overwritten_first_is_no_model_and_stays_ours(
     tmp_path: Path, source: Path, whole: dict[str, bytes], subtests: pytest.Subtests
 ) -> None:
-    """Whenever it is killed: config.json goes first, so nothing takes the rest for a model, and the journal last."""
     order = ["config.json", "generation_config.json", "model.safetensors.index.json", "README.md"]
     order += [*finished(tmp_path / "whole"), ".openquant.json"]
     assert set(order) == whole.keys()

@@ -109,7 +109,6 @@ def test_scales_of_integers_have_either_sign_and_are_read_whole(tmp_path: Path, 
 def test_a_disk_that_loses_small_writes_finishes_no_shard(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales are among them, and read back as zero."""
 
     def lose(file: ShardFile) -> None:
         file._pending.clear()

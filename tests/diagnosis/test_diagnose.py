@@ -60,7 +60,6 @@ def only(found: Diagnosis) -> LayerDiagnosis:
 
 
 def test_errors_are_those_of_torch(tmp_path: Path) -> None:
-    """Of all weights, and the root of the mean of rows' squares."""
     weight = noise(128, 128, dtype=torch.float32)
     # Something becomes zero, something is zero, one weight stands out.
     weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0

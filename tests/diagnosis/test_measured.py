@@ -73,7 +73,6 @@ def test_a_quantized_source_gains_nothing_by_texts(tmp_path: Path) -> None:
 
 
 def test_schemes_that_engines_cannot_load_are_left_out(tmp_path: Path) -> None:
-    """No layer of the model has inputs that divide by 32."""
     weights = {"model.layers.0.mlp.down_proj.weight": torch.randn(64, 68).bfloat16()}
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
     found = diagnose(source, "tensor")

@@ -70,7 +70,6 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, run: Callable[[], ob
 
 
 def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two outputs, with questions of tasks, and through a scratch file too. No layer is computed twice."""
     # Answers would load all layers once more.
     monkeypatch.setattr(as_served, "BUILT_IN", 0)
     task, file = write_lines(tmp_path / "mine.jsonl", 3), tmp_path / "results.json"

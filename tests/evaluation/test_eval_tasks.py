@@ -308,7 +308,6 @@ def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, tmp_path: Path) -> None:
-    """Of questions that are ours, and of a task of lm-eval's."""
     tasks = [write_lines(tmp_path / "lines.jsonl"), write_lm_eval(tmp_path / "tasks")]
     one = evaluate(output, EXAMPLE, **SMALL, tasks=tasks, no_prompts=True, out=tmp_path / "one.json")
     given = ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "48", "--no-prompts"]

@@ -257,6 +257,5 @@ def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
 
 
 def test_a_token_without_a_row_is_named(converted: dict[str, Path]) -> None:
-    """As texts have where the tokenizer is another model's."""
     with pytest.raises(SourceError, match=r"^a text has token \d{4}, and the input embedding 2048 rows$"):
         judge(EXAMPLE, converted["tensor"], texts=corpus(2048, 4096))

@@ -52,7 +52,6 @@ RECIPES: list[dict[str, object]] = [{"scheme": "int4", "awq": True, "gptq": True
 
 
 def test_a_small_disk_is_refused_before_texts_are_run(subtests: pytest.Subtests, disk: Path) -> None:
-    """And a dry run says what the run is refused for."""
     for recipe in ({}, {"overwrite": True}, *RECIPES):
         with subtests.test(recipe=recipe):
             texts = {"samples": 2, "length": 64} if recipe in RECIPES else {}

@@ -131,7 +131,6 @@ def test_the_cells_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_document_has_the_table_of_qwen3_32b(model: Path) -> None:
-    """Shapes, and so all bytes, are those of Qwen/Qwen3-32B."""
     found = table(model, "5090", context="16k")
     assert next(row.bytes for row in found.schemes if row.scheme is None) == 65_524_246_528
     text = fit_text(found).replace(str(model), "Qwen/Qwen3-32B")
@@ -141,7 +140,6 @@ def test_the_document_has_the_table_of_qwen3_32b(model: Path) -> None:
 
 
 def test_the_document_names_all_gpus() -> None:
-    """With the gigabytes that CUDA reports."""
     text = (ROOT / "docs" / "fit.md").read_text()
     for gpu in GPUS:
         name = gpu.name if gpu.memory is None else f"{gpu.name} ({gpu.memory / 1e9:.1f})"
@@ -232,7 +230,6 @@ def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
 
 
 def test_the_page_takes_the_closest_that_is_made_without_texts(model: Path, tmp_path: Path) -> None:
-    """It compresses without a calibration unless that is asked for."""
     fit = {"model": str(model), "gpu": "30GB", "context": 2048}
     assert str(fit_table(**fit).command).endswith("--scheme nvfp4 --gptq")
     compress = {"model": str(model), "output": str(tmp_path / "out"), "scheme": ""}
@@ -422,7 +419,6 @@ def test_a_context_is_no_longer_than_the_model_allows() -> None:
 
 
 def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
-    """They come on top of what fits."""
     small_checkpoints.write(tmp_path / "mtp", "DeepseekV3ForCausalLM")
     plan = make_plan(open_checkpoint(tmp_path / "mtp"), find_scheme("int4"))
     unloaded = sum(line.bytes_after for line in plan.lines if line.why == "MTP layer")

@@ -142,7 +142,6 @@ def test_kept_scores_answer_a_dry_run(
 def test_the_commands_that_serve_have_the_context_there_is_room_for(
     scored: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model allows 2,048 tokens, of 2,048 bytes each."""
     memory = int((LIMIT + OVERHEAD + 1024 * 2048) / UTILIZATION) + 2
     words = ("compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", f"{memory}B", "--context", 1024)
     assert main([str(word) for word in words]) == 0
@@ -203,7 +202,6 @@ def test_a_kl_divergence_gives_the_smallest_mixture(scored: Path, capsys: pytest
 
 @pytest.mark.usefixtures("few")
 def test_where_one_scheme_is_as_good_it_is_written(scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At eight bits there is little to choose."""
     err = said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", "size=5270000B")
     assert "--fit: the mixture is not better beyond chance, so --scheme int8-weights is taken" in err
     compress(EXAMPLE, scored / "alone", "int8-weights")

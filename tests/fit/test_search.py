@@ -149,7 +149,6 @@ def test_it_is_what_trying_all_mixtures_finds(subtests: pytest.Subtests) -> None
 
 
 def test_hundreds_of_units_of_an_equal_size_are_exact() -> None:
-    """As in a model whose layers have the same shapes: few sizes, so few mixtures are kept."""
     units = [[(64_000_000, 0.001 * (n % 7 + 1)), (120_000_000, 0.0001), (256_000_000, 0.0)] for n in range(400)]
     frontier = find_frontier(units)
     index = frontier.within(400 * 64_000_000 + 56_000_000 * 10)

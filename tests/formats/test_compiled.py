@@ -22,7 +22,6 @@ GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 
 def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
-    """Beyond the largest code, subnormal, and zero of either sign."""
     exponents = np.array([1, 127, 252], np.uint32)
     finite = np.arange(65536, dtype=np.uint16)
     bits = np.tile(finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128), (len(exponents), 1))
@@ -77,7 +76,6 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
 
 
 def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtests) -> None:
-    """Zero too, subnormal ones, and those that take a scale beyond E4M3; stored alike."""
     bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
     bits[0], bits[1, 0] = bits[0] >> 8, 0
     largest = bits.view(np.float32)
@@ -96,7 +94,6 @@ def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtes
 
 
 def test_columns_have_the_same_errors() -> None:
-    """With zero points or none, and rows that do not fill a strip; columns before the panel are left alone."""
     generator = np.random.default_rng(0)
     size, rows = 16, 300
     weights = generator.standard_normal((size, rows), np.float32)
@@ -167,7 +164,6 @@ def test_without_a_cache_loops_are_compiled_again() -> None:
 
 
 def test_without_a_compiler_loops_are_numpy_s(tmp_path: Path) -> None:
-    """Or with one that is installed, but for another numpy."""
     assert ran(ALONE, NUMBA_DISABLE_JIT="1") == ("numpy\n", "")
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')

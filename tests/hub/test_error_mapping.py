@@ -78,7 +78,6 @@ def test_what_a_push_meets(subtests: pytest.Subtests) -> None:
 
 
 def test_what_an_upload_meets_is_its_cause() -> None:
-    """The client says only which file it was."""
     with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
         raise RuntimeError("Error while uploading 'a.safetensors' to the Hub.") from refusal(413, said("Too large"))
     assert raised.value.message == f"org/name could not be pushed to: 413 for {COMMIT}: Too large"

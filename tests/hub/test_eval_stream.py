@@ -155,7 +155,6 @@ def expected(source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_repositories_are_evaluated_through_a_few_shards_of_disk(hub, job, expected, there, tmp_path):
-    """Whatever the number of shards: one being computed, two on their way, and the one with the final norm and the head."""
     marks: list[int] = []
 
     def measure() -> None:

@@ -67,7 +67,6 @@ FEW = "from openquant.fit import session\nsession.COMPARED = (4, 96)\n"
 
 
 def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path, monkeypatch):
-    """From one repository to another, with what a directory gives."""
     monkeypatch.setattr(session, "COMPARED", (4, 96))
     compress(EXAMPLE, tmp_path / "local", fit="6bits", candidates="nvfp4,int8-weights")
     here = tmp_path / "here"

@@ -688,7 +688,6 @@ def test_the_source_s_own_repository_is_not_replaced(site: Site) -> None:
 
 
 def test_push_of_a_directory_does_not_replace_what_its_card_names(site: Site) -> None:
-    """Quantized or not: here the model that a quantized one is dequantized from."""
     compress(site.source, site.root / "fp8")
     site.publish(site.root / "fp8")
     site.works("dequantize", "user/name", "-o", site.out)
@@ -698,7 +697,6 @@ def test_push_of_a_directory_does_not_replace_what_its_card_names(site: Site) ->
 
 
 def test_unquantized_weights_are_not_replaced(site: Site) -> None:
-    """Of whatever model they are: nothing here says that it is the source."""
     site.publish(site.source)
     assert site.refused(*site.push()) == [IS_PLAIN, INSIST]
     assert not site.out.exists()
@@ -709,7 +707,6 @@ def test_unquantized_weights_are_not_replaced(site: Site) -> None:
 
 
 def test_what_another_plan_uploaded_counts_for_nothing(site: Site) -> None:
-    """Nor what was uploaded to another repository."""
     uploaded_but_not_committed(site, "--push-only")
     digest = json.loads((site.out / ".openquant.json").read_text())["digest"]
     shards = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]

@@ -102,7 +102,6 @@ def test_the_bytes_are_those_of_a_local_run(new_site: NewSite, subtests: pytest.
 
 
 def test_a_quantized_repository(site: Here, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """Its scales lie in other shards than their codes."""
     compress(site.source, tmp_path / "fp8", "block")
     weights = small_checkpoints.read(tmp_path / "fp8")
     root = small_checkpoints.write(tmp_path / "quantized", shards=SHARDS + 1, weights=weights)

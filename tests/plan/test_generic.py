@@ -77,7 +77,6 @@ CHOSEN = [name for name in FILES if name in {*USUAL, *OTHERS} or name.startswith
 
 @for_each("name", CHOSEN)
 def test_generic_quantizes_nothing_that_an_entry_keeps(name: str) -> None:
-    """Routers, embeddings, heads, towers, norms, convolutions, draft layers."""
     checkpoint, _ = shortened(with_few_experts(name))
     if small_checkpoints.refused(checkpoint.architecture, TENSOR) is not None:
         return

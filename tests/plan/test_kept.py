@@ -255,7 +255,6 @@ def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path) -> 
 
 
 def test_errors_against_the_unquantized_model_have_the_limits_of_gptq(tmp_path: Path) -> None:
-    """Any method may have made the codes that were kept."""
     original = small_checkpoints.write(tmp_path / "original")
     compress(original, tmp_path / "made", "int4")
     compress(tmp_path / "made", tmp_path / "out", "keep")

@@ -454,7 +454,6 @@ def test_the_plan_says_what_sglang_does_not_load(
 
 
 def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
-    """Of merged layers, of experts it asks for by usual names, of members of what files hold as one, of towers."""
     listed = ignored_layers(plan_of(small_checkpoints.write(tmp_path / "a"), CHANNEL, *FIRST))
     assert {"model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"} <= set(listed)
     assert not any("layers.1" in name for name in listed)

@@ -143,7 +143,6 @@ def test_source_and_output_differ_by_their_weights() -> None:
 
 
 def test_gpus_and_tokens() -> None:
-    """Qwen3-1.7B in FP8 on 24 GB, by hand; all figures of a larger one stay together."""
     found = served(with_few_experts("Qwen3ForCausalLM"), max_position_embeddings=40960)
     room = int(24e9 * UTILIZATION) - OVERHEAD - found.weights_bytes
     assert found.fits[0] == Fit(24, 1, room // 114688, room // 57344)

@@ -387,7 +387,6 @@ def test_a_card_names_the_texts_of_an_evaluation(subtests: pytest.Subtests) -> N
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
-    """They stand behind the part on how the output was made, and replace those of an earlier evaluation."""
     text = card(tmp_path, "# A model\n\n## Measured against the source\n\n## How it was made\n")
     before, heading, after = text.partition("## Model card of the source\n")
     expected = f"{before}{EVALUATED}\n{heading}{after}"

@@ -78,7 +78,6 @@ PIECES = ["[", "](", "- - ", "<", "<p", "`", "# ", "<h1", "src='", "> ", "<!--",
 
 
 def test_a_text_of_any_size_takes_no_longer_than_its_size(subtests: pytest.Subtests) -> None:
-    """Quadratic time would take minutes here."""
     for piece in PIECES:
         with subtests.test(piece=piece):
             text = piece * (50_000 // len(piece))

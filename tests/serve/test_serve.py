@@ -407,7 +407,6 @@ def layers(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_layer_is_built_as_it_is_stored(case: Case, cases: dict[str, Path], layers: Layers) -> None:
-    """And the weights fill the model, or else vLLM refuses them."""
     stored = written(cases[case.name])
     assert stored
     assert built(layers[case.name], stored) == stored

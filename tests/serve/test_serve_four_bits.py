@@ -117,7 +117,6 @@ def swapped(name: str) -> str:
 
 @pytest.mark.parametrize(("name", "scheme"), LOADED)
 def test_every_layer_is_built_as_it_is_stored(name: str, scheme: str, outputs: dict[str, Path], layers: Layers) -> None:
-    """And the weights fill the model, or else vLLM refuses them."""
     stored = written(outputs[f"{name}-{scheme}"])
     assert stored
     assert built(layers[f"{name}-{scheme}"], stored) == stored

@@ -64,7 +64,6 @@ def accessible(page):
 
 
 def test_plans_problems_and_hostile_names(visit, site, example):
-    """A visitor without an account, on one page."""
     visitor = visit(viewport={"width": 1280, "height": 900})
     page, identity = visitor.page, f"org/tiny@{COMMIT}"
     # Until the planner is there, the page says how much of it is.
@@ -206,7 +205,6 @@ def test_a_job_from_sign_in_to_the_model(visit, site):
 
 
 def test_cancel_come_back_and_continue(visit, site):
-    """A page that is closed and opened again finds the job; a cancelled one is continued."""
     site.hub.storage = f"http://localhost:{site.hub.port}"
     first = visit()
     first.open()

@@ -97,7 +97,6 @@ def test_units_need_what_they_ask_for_and_no_more(architecture: str, tmp_path: P
 
 
 def test_scales_of_activations_and_of_the_cache_come_with_their_layer(tmp_path: Path) -> None:
-    """They lie in a shard of their own, which nothing else asks for."""
     root = store(tmp_path / "static", by_tensor(**STATIC), PER_TENSOR)
     change_json(root / "config.json", lambda found: found["quantization_config"].update(kv_cache_quant_algo="FP8"))
     weights = small_checkpoints.read(root)

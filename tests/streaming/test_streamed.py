@@ -160,7 +160,6 @@ def resident_files() -> int:
 
 
 def test_a_large_table_and_head_are_taken_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 33 MB each, half a megabyte at a time."""
     weights = small_checkpoints.tensors("Qwen3ForCausalLM", vocab=65536)
     model = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", weights=weights, vocab=65536)))
     many, few = (torch.randint(65536, (1, count), generator=torch.Generator().manual_seed(0)) for count in (4096, 8))

@@ -31,7 +31,6 @@ OLDEST = "OPENQUANT_OLDEST_TRANSFORMERS"
 
 
 def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: Shelf) -> None:
-    """It lies in a directory of its own, as `pip install --target` fills one."""
     folder = os.environ.get(OLDEST)
     if not folder:
         assert os.environ.get("OPENQUANT_REQUIRE_SERVE") != "1", f"{OLDEST} is not set, and must be here"
@@ -104,6 +103,5 @@ def test_experts_one_by_one_compute_what_their_stacks_do(shelf: Shelf, tmp_path:
 
 
 def test_the_installed_transformers_is_the_newest_tested() -> None:
-    """So that these tests mean something for the range that users get."""
     assert version("transformers").startswith(f"{TESTED[1]}.")
     assert f'"transformers>={TESTED[0]}"' in (ROOT / "pyproject.toml").read_text()

@@ -563,7 +563,6 @@ def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> Non
 
 
 def test_another_name_of_a_scale_is_a_note(tmp_path: Path) -> None:
-    """As Mistral has it."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     report = verify(store(tmp_path / "stored", by_tensor("weight_scale_inv"), config))
     assert "14 scales are called weight_scale_inv although they are one per tensor" in str(report.notes)
@@ -609,7 +608,6 @@ def test_stacks_beside_the_experts_are_listed_as_these(tmp_path: Path, listed: b
 
 
 def test_lists_under_the_engine_s_own_names(tmp_path: Path) -> None:
-    """vLLM calls MiniMax's block_sparse_moe mlp."""
     source = small_checkpoints.write(tmp_path / "source", "MiniMaxM2ForCausalLM")
     config = dict(BLOCKS)
     config["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in (0, 1))]
@@ -736,7 +734,6 @@ def test_the_command_says_that_codes_were_not_compared(
 
 
 def test_what_a_model_lacks_is_found_without_a_source(tmp_path: Path) -> None:
-    """Layers that quantize other modules, and unquantized ones, are not taken for damaged."""
     source, out = four_layers(tmp_path / "source"), tmp_path / "out"
     compress(source, out, "int4", ignore=["**.layers.1.mlp.*"])
     assert verify(out).problems == ()

@@ -165,7 +165,6 @@ def test_keys_that_openquant_does_not_write_are_a_problem(source: Path, tmp_path
 
 
 def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> None:
-    """All else is still held against a plan of the source."""
 
     def change(weights: Weights) -> None:
         weights["model.layers.0.more.weight"] = torch.ones(2, 2, dtype=torch.bfloat16)
@@ -273,7 +272,6 @@ def test_quantizing_the_source_again_gives_all_of_it(subtests: pytest.Subtests, 
 
 @pytest.mark.parametrize("whose", ["ours", "others"])
 def test_a_code_moved_by_one(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
-    """Between two codes that are nearly as near."""
     out = request.getfixturevalue(whose)
     weight, stored = small_checkpoints.read(source)[f"{DOWN}.weight"].float(), small_checkpoints.read(out)
     codes, scale = stored[f"{DOWN}.weight"], stored[f"{DOWN}.weight_scale"]
@@ -295,7 +293,6 @@ def test_a_code_moved_by_one(whose: str, source: Path, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_one_scale_of_several_layers_a_little_off(source: Path, tmp_path: Path, known: bool) -> None:
-    """Of all joined layers alike, with their codes made for it."""
     out = tmp_path / "out"
     if not known:
         change_json(source / CONFIG, lambda config: config.update(architectures=["MyForCausalLM"]))
@@ -345,7 +342,6 @@ def test_codes_of_other_tools_are_counted(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_scale_too_small_for_its_weights(others: Path, source: Path) -> None:
-    """Its codes are the nearest there are, and still far off."""
     original = small_checkpoints.read(source)[f"{DOWN}.weight"].float()
 
     def change(weights: Weights) -> None:
@@ -360,7 +356,6 @@ def test_a_scale_too_small_for_its_weights(others: Path, source: Path) -> None:
 
 
 def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path) -> None:
-    """Its codes pass through, and are held against what rounding explains."""
     source = small_checkpoints.write(tmp_path / "source")
     quantized = store(tmp_path / "quantized", by_blocks(torch.bfloat16), BLOCKS)
     out = tmp_path / "out"

@@ -12,7 +12,6 @@ def test_no_option_of_the_page_names_a_file():
 
 
 def test_values_stay_values(tmp_path):
-    """The command line reads each word as it was meant, whatever a visitor writes."""
     chosen = Chosen(
         "org/name@v1",
         "int4",

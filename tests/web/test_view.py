@@ -109,5 +109,4 @@ def test_sections_need_neither_torch_nor_gradio():
 
 
 def test_the_style_sheet_names_no_colour_of_its_own():
-    """Else it would not go with a dark page."""
     assert "#" not in style() and "rgb(" not in style()

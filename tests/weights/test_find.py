@@ -330,7 +330,6 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
 
 @for_each(("dtype", "shape"), [(torch.bfloat16, (1,)), (torch.float16, (1, 1)), (torch.float64, ())])
 def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """As llm-compressor writes them: BF16 [1]."""
     config = group("tensor")
     config["config_groups"]["group_0"]["input_activations"] = {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
@@ -475,7 +474,6 @@ def random_mxfp4(weight: torch.Tensor) -> Weights:
 
 @for_each(("make", "config"), [(int4, INT4), (random_mxfp4, MXFP4)])
 def test_four_bits_as_compressed_tensors_has_them(tmp_path: Path, make: Make, config: dict[str, Any]) -> None:
-    """The first as in Kimi."""
     source = store(tmp_path / "source", make, config, shards=3)
     stored = small_checkpoints.read(source)
     dequantize(source, tmp_path / "plain")

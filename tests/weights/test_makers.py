@@ -86,7 +86,6 @@ def test_deepseek_v4(tmp_path: Path) -> None:
 
 @for_each("scheme", ["block", "mxfp4"])
 def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
-    """What is stored so passes as it is, beside what is not."""
     source, meant = deepseek_v4(tmp_path / "source")
     compress(source, tmp_path / "out", scheme, scale_format="ue8m0" if scheme == "block" else None)
     assert verify(tmp_path / "out", source).problems == ()

@@ -100,7 +100,6 @@ def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture:
 
 
 def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that lie as columns are read some at a time, scales of blocks with them."""
     source, meant = write(tmp_path / "source", ACROSS, "blocks")
     monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 32 * 256 * 4)
     monkeypatch.setattr("openquant.convert.conversion.BUFFER", 128 * 256)
