@@ -299,7 +299,7 @@ def _read_all(name: str, option: Option, given: Any) -> Any:
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "str": ("a text", (str,)),
     "os.PathLike[str]": ("a path", (os.PathLike,)),
-    "int": ("a number", (Integral,)),
+    "int": ("a whole number", (Integral,)),
     "float": ("a number", (Real,)),
     "bool": ("True or False", (bool,)),
     "None": ("None", (type(None),)),

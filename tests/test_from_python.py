@@ -90,7 +90,7 @@ def test_a_value_of_a_wrong_type_is_refused() -> None:
         openquant.compress(EXAMPLE, dry_run=True, ignore=3)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ignore": [3]}, "ignore is of type int, not a text or a path"),
-        ({"tp": [1]}, "tp is of type list, not a number"),
+        ({"tp": [1]}, "tp is of type list, not a whole number"),
         ({"gptq": "yes"}, "gptq is of type str, not True or False"),
     ]
     for values, message in wrong:

@@ -112,7 +112,8 @@ def open_file(path: Path, name: str) -> Domain:
     Raises:
         SourceError: it is missing, empty, or no regular file.
     """
-    with readable(), open_regular(path, str(path), "give files of text or JSON lines") as opened:
+    files = "give files of text or JSON lines"
+    with readable(f"{files}, not texts themselves"), open_regular(path, str(path), files) as opened:
         size = os.fstat(opened.fileno()).st_size
     if not size:
         raise SourceError(f"{path} is empty", "give a longer text")

@@ -118,14 +118,12 @@ def open_checkpoint(
 
 
 @contextmanager
-def readable() -> Iterator[None]:
+def readable(hint: str = "check the file and its permissions") -> Iterator[None]:
     """Turn an OSError that is raised in the `with` block into a SourceError that names the file."""
     try:
         yield
     except OSError as error:
-        raise SourceError(
-            f"{error.filename} cannot be read: {error.strerror}", "check the file and its permissions"
-        ) from None
+        raise SourceError(f"{error.filename} cannot be read: {error.strerror}", hint) from None
 
 
 def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int], copy: Collection[str]) -> Checkpoint:
