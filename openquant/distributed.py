@@ -170,7 +170,9 @@ class Ranks:
             if self._exchange is not None:
                 self._exchange.report(error)
             raise error
-        return [value] if self.size == 1 else self._collective(lambda exchange: exchange.all_gather(value))
+        if self.size == 1:
+            return [value]
+        return self._collective(lambda exchange: exchange.all_gather(value))
 
     def first_does(self, do: Callable[[], T]) -> T:
         """Call a function in rank 0 alone.
@@ -234,7 +236,9 @@ class Ranks:
             OutputError: another rank failed, died or did not come, or the store is lost.
             UsageError: there are several ranks and no `rendezvous`.
         """
-        return [] if self.size == 1 else self._collective(lambda exchange: exchange.gather(data))
+        if self.size == 1:
+            return []
+        return self._collective(lambda exchange: exchange.gather(data))
 
     def _collective(self, do: Callable[[_Exchange], T]) -> T:
         if self._exchange is None:

@@ -101,8 +101,9 @@ def find_entry(name: str, config: Mapping[str, Any], modules: Collection[str]) -
     model, suffix = find_body(name, config)
     if model is None or suffix not in (*_BASE, *_TASKS):
         return None
-    model = replace(model, has_head=False) if suffix in _BASE else model.with_task_head()
-    return fit_prefix(model, modules)
+    if suffix in _BASE:
+        return fit_prefix(replace(model, has_head=False), modules)
+    return fit_prefix(model.with_task_head(), modules)
 
 
 def find_body(name: str, config: Mapping[str, Any]) -> tuple[Architecture | None, str]:

@@ -270,7 +270,8 @@ class OptionGroup:
         annotations = _annotations(type(self))
         for name, option in options_of(type(self)).items():
             given = getattr(self, name)
-            read = _read_all(name, option, given) if option.repeated else _read(name, option, given)
+            reads = _read_all if option.repeated else _read
+            read = reads(name, option, given)
 
             if not (option.repeated and isinstance(given, Mapping)):
                 _check_type(name, option, annotations[name], read)

@@ -186,9 +186,11 @@ class Parser(argparse.ArgumentParser):
         """
         chosen: dict[str, options.Option] = {}
         for kind in kinds:
-            chosen |= (
-                {kind: options.options_of(options.Command)[kind]} if isinstance(kind, str) else options.options_of(kind)
-            )
+            if isinstance(kind, str):
+                chosen[kind] = options.options_of(options.Command)[kind]
+            else:
+                chosen |= options.options_of(kind)
+
         chosen = {name: option for name, option in chosen.items() if name not in without}
         for name, text in helps.items():
             chosen[name] = chosen[name]._replace(help=text)

@@ -376,8 +376,12 @@ def read_prompts(file: str | os.PathLike[str] | None, tokenizer: Tokenizer) -> t
         SourceError: the file cannot be read, or holds no prompts; a chat has no template; a prompt has no tokens, or
             more than MAX_TOKENS; or the tokenizer or its chat template fails on it.
     """
+    found = _built_in_prompts(tokenizer)
+    if file is not None:
+        found = _read_file(Path(file), tokenizer)
+
     prompts = []
-    for raw in _built_in_prompts(tokenizer) if file is None else _read_file(Path(file), tokenizer):
+    for raw in found:
         if raw.chat is None:
             ids = (*tokenizer.prefix, *tokenizer.encode(raw.text))
         else:

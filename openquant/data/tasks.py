@@ -382,7 +382,9 @@ def read_questions(path: Path, limit: int | None) -> QuestionTask:
     with readable():
         data = read_small(path, path.name, _MAX_FILE)
     if path.suffix == ".json":
-        name = path.parent.name if path.name == "task.json" and path.parent.name else path.stem
+        name = path.stem
+        if path.name == "task.json" and path.parent.name:
+            name = path.parent.name
         return QuestionTask(name, _examples(data, path.name, limit), "", has_norm=False)
     return QuestionTask(path.stem, _lines(data, path.name, limit), " ", has_norm=True)
 

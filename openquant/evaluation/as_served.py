@@ -137,11 +137,15 @@ class ServedModel:
 
     def text_cache(self) -> Fp8Cache | None:
         """Make an FP8 KV cache for one pass over a whole text; None if the cache is not in FP8."""
-        return Fp8Cache(self.model.model.config, self._scales_of_layer, self.clipped) if self.fp8_cache else None
+        if not self.fp8_cache:
+            return None
+        return Fp8Cache(self.model.model.config, self._scales_of_layer, self.clipped)
 
     def cache(self) -> GrowingFp8Cache | None:
         """Make an empty FP8 KV cache for one continuation; None if the cache is not in FP8."""
-        return GrowingFp8Cache(self.model.model.config, self._scales_of_layer) if self.fp8_cache else None
+        if not self.fp8_cache:
+            return None
+        return GrowingFp8Cache(self.model.model.config, self._scales_of_layer)
 
     def _scales_of_layer(self, layer: int) -> tuple[float, float]:
         """Return the scales of a layer's keys and values; 1 if the checkpoint has none, as in engines."""

@@ -342,4 +342,6 @@ def local_output(options: Evaluate) -> Path | None:
     Returns:
         The directory; None unless exactly one output is evaluated, and it is local.
     """
-    return Path(options.outputs[0]) if len(options.outputs) == 1 and Path(options.outputs[0]).is_dir() else None
+    if len(options.outputs) != 1 or not Path(options.outputs[0]).is_dir():
+        return None
+    return Path(options.outputs[0])

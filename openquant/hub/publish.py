@@ -157,7 +157,10 @@ class Publisher:
                             OTHER_REPOSITORY_HINT,
                         )
                     protect_unquantized(repository, self.shards, self._is_ours)
-        return None if repository is None else [file.rfilename for file in repository.siblings or ()]
+
+        if repository is None:
+            return None
+        return [file.rfilename for file in repository.siblings or ()]
 
     def find(self) -> ModelInfo | None:
         """Look for the repository; `repo` is then its current full name.

@@ -445,10 +445,13 @@ def compare_with_class(
     Returns:
         What does not fit; None if nothing is known of the class.
     """
-    known = None if entry.model.decided is not None else find_class_tensors(entry.model.name)
+    if entry.model.decided is not None:
+        return None
+    known = find_class_tensors(entry.model.name)
     known = known and _with_parts_of(known, entry, config)
     if known is None:
         return None
+
     stored = Stored(entry, tensors, text)
     known = under_stored_names(known, entry, stored)
     if not entry.model.has_head:

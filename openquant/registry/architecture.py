@@ -439,7 +439,7 @@ class Architecture:
             for pattern, prefix in zip(patterns, engine_prefixes, strict=True)
             for layer in range(layers)
         )
-        return replace(self, spellings=(*self.spellings, *spellings)) if self.beyond else self
+        return replace(self, spellings=(*self.spellings, *spellings))
 
     def names_of(self, module: str) -> list[str]:
         """Return a module's name, followed by the other names that engines have for it."""

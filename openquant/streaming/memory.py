@@ -395,4 +395,6 @@ def answer_memory(max_memory: int | None) -> int | None:
 def rounded_up(nbytes: int) -> str:
     """Format bytes, two percent more and rounded up, as a value for --max-memory: "890MB", "1.4GB"."""
     megabytes = -(-nbytes * 51 // (50 * 10**7)) * 10
-    return f"{megabytes}MB" if megabytes < 1000 else f"{-(-megabytes // 100) / 10:g}GB"
+    if megabytes < 1000:
+        return f"{megabytes}MB"
+    return f"{-(-megabytes // 100) / 10:g}GB"

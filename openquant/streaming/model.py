@@ -296,7 +296,9 @@ def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
     Args:
         device: the device that computes. Nothing changes on others than "cpu", and on CPUs with bfloat16 instructions.
     """
-    return nullcontext() if device != "cpu" or _multiplies_bfloat16() else Float32Products()
+    if device != "cpu" or _multiplies_bfloat16():
+        return nullcontext()
+    return Float32Products()
 
 
 def _multiplies_bfloat16() -> bool:
@@ -358,7 +360,9 @@ def _multiply_groups(
 
 
 def _to_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
+    if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+        return value.float()
+    return value
 
 
 _PRODUCTS: Mapping[Callable[..., Any], Callable[..., torch.Tensor]] = {

@@ -423,8 +423,10 @@ def check_cache(headers: Headers, findings: Findings) -> None:
         fp8_cache = says_fp8_cache(headers.quantization.settings)
     except UsageError as error:
         # Of other methods than those that openquant writes, engines may read what openquant does not.
-        found = findings.problems if headers.quantization.checked_as_engines_load else findings.notes
-        found.append(error.message)
+        if headers.quantization.checked_as_engines_load:
+            findings.problems.append(error.message)
+        else:
+            findings.notes.append(error.message)
         return
 
     if not fp8_cache:

@@ -425,8 +425,10 @@ def checked_weights(
             )
         elif info.name.endswith(f".{QDATA}"):
             weights = [_check_unpacked(pair)]
+        elif (pair.packed or info.dtype == "U8") and info.name.endswith("_blocks"):
+            weights = [_blocks(pair)]
         elif pair.packed or info.dtype == "U8":
-            weights = [_blocks(pair) if info.name.endswith("_blocks") else _check_packed(checkpoint, pair)]
+            weights = [_check_packed(checkpoint, pair)]
         elif _is_deepseek_mxfp4(pair):
             weights = [_deepseek_mxfp4(pair)]
         elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):

@@ -279,8 +279,10 @@ class Weight(NamedTuple):
         # Projections that a stack fuses have scales of their own, or share one.
         expert_nbytes = info.nbytes // info.shape[0]
         projections = expert_nbytes // (grid_rows * grid_cols * itemsize)
-        pitch = grid_rows * projections * itemsize if self.transposed else grid_cols * itemsize
-        part_offset = self.part % projections * grid_rows * (itemsize if self.transposed else pitch)
+        step = pitch = grid_cols * itemsize
+        if self.transposed:
+            step, pitch = itemsize, grid_rows * projections * itemsize
+        part_offset = self.part % projections * grid_rows * step
         return Extent(info.name, location.shard, location.offset + self.expert * expert_nbytes + part_offset, pitch)
 
 
