@@ -71,7 +71,7 @@ WALKED_QUICKLY = re.compile(
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
 # too, and answers over HTTP but for one; launchers of ranks; scores of all architectures, and those of a run that goes on;
-# how work grows; what is installed and what benchmarks print.
+# a job on the Hub that is cancelled; how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
     "cli/test_start.py::test_threads_that_wait_sleep_unless_the_user_says_otherwise",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
@@ -81,6 +81,7 @@ NIGHTLY = (
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
     "serve/test_serve_quantized.py",
     "serve/test_serve_text.py",
+    "space/test_static_page.py::test_cancel_come_back_and_continue",
     "streaming/test_many_layers.py",
     "test_benchmarks.py::test_all_that_is_measured_of_a_gpu_runs_on_a_cpu",
     "test_packaging.py::test_every_verb_works_from_the_wheel",

@@ -10,7 +10,7 @@ from pathlib import Path
 import bases
 import cases
 
-FIRST, COUNT = map(int, os.environ.get("OPENQUANT_FUZZ", "0:80").split(":"))
+FIRST, COUNT = map(int, os.environ.get("OPENQUANT_FUZZ", "0:40").split(":"))
 
 
 def test_whatever_is_damaged_the_command_says_so_and_ends(tmp_path: Path) -> None:
