@@ -424,6 +424,7 @@ def output_notes(
         )
 
     notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions), *_head_notes(decisions, options)]
+    notes += _float32_notes(decisions)
 
     several = len({scheme.name for scheme in decisions.schemes}) > 1
     notes += dict.fromkeys(
@@ -442,6 +443,19 @@ def output_notes(
     if options.gptq:
         notes += gptq_notes(decisions, entry, options.gptq)
     return notes
+
+
+def _float32_notes(decisions: Decisions) -> list[str]:
+    """Return a note about matrices that stay float32, as a finetune may have them; small ones are meant to be exact."""
+    kept = [item.tensor for item in decisions.passthrough if item.tensor.dtype == "F32" and not item.small]
+    nbytes = sum(info.nbytes for info in kept)
+    if nbytes < 10**8:
+        return []
+
+    return [
+        f"what is not quantized stays float32 ({nbytes / 1e9:.3g} GB), and engines compute with it in 16 bits: of a "
+        "source saved in bfloat16 it takes half"
+    ]
 
 
 def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:

@@ -791,6 +791,11 @@ def test_what_does_not_fit_or_lacks_is_noted(source: Path) -> None:
         left = {name: info for name, info in checkpoint.tensors.items() if not name.startswith(gone)}
         [note] = make_plan(replace(checkpoint, tensors=left), CHANNEL).notes
         assert note.startswith("the source lacks ") and gone.rstrip(".").rpartition(".")[2] in note
+    # As a finetune that was saved in float32.
+    wide = {"model.embed_tokens.weight": TensorInfo("model.embed_tokens.weight", "F32", (151_936, 256))}
+    notes = make_plan(replace(checkpoint, tensors={**checkpoint.tensors, **wide}), CHANNEL).notes
+    assert any(note.startswith("what is not quantized stays float32 (0.156 GB), ") for note in notes)
+
     texts = {"documents": 1, "length": 200}
     notes = make_plan(checkpoint, INT4_W4A16_64, PlanOptions(gptq=texts, head=True)).notes
     assert any(note.endswith("--samples 3 gives enough") for note in notes)
