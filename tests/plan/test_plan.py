@@ -161,13 +161,11 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
-    root, dense = (
-        small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM"),
-        small_checkpoints.write(tmp_path / "b"),
-    )
+    root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")
+    dense = small_checkpoints.write(tmp_path / "b")
     attention = "model.layers.0.self_attn"
 
-    def notes(root: Path, config: dict[str, Any], **changed: int) -> tuple[str, ...]:
+    def notes(root: Path, config: dict[str, Any], **changed: Any) -> tuple[str, ...]:
         assert changed.keys() <= config.keys()
         (root / "config.json").write_text(json.dumps(config | changed))
         # How many tensors do not fit stands at the end.
@@ -181,6 +179,8 @@ def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
         (dense, "intermediate_size", 500, "is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
         (root, "num_attention_heads", 8, f"is 8 and head_dim is 64, and {attention}.o_proj.weight is [256, 256]"),
         (root, "num_key_value_heads", 4, f"is 4 and head_dim is 64, and {attention}.k_proj.weight is [128, 256]"),
+        (root, "mlp_only_layers", [], "is [] and decoder_sparse_step 1, and model.layers.0 has no experts"),
+        (root, "mlp_only_layers", [0, 1], "is [0, 1] and decoder_sparse_step 1, and model.layers.1 has experts"),
         (root, "num_experts", 3, "is 3, and model.layers.1.mlp.experts has 4"),
         (root, "num_hidden_layers", 1, "is 1, and the tensors have model.layers.1"),
     ):
