@@ -129,6 +129,7 @@ def test_plans_problems_and_hostile_names(visit, site, example):
     )
     ticks += "const look = setInterval(() => { if (!document.getElementById('result').hidden) { clearInterval(t);"
     assert page.evaluate(ticks + "clearInterval(look); done(n) } }, 5) })") > 5
+    visitor.planned()
     # Without the Hub the page names what it cannot reach, as soon as something is typed.
     page.route(f"{site.hub.endpoint}/**", lambda route: route.abort())
     page.locator("#repo").press_sequentially("x")

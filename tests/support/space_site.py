@@ -64,6 +64,11 @@ class Visit:
             fill(f"#{name}", value)
         self.page.click("#show")
         self.page.wait_for_selector("#result:not([hidden]), #problem > *")
+        self.planned()
+
+    def planned(self) -> None:
+        """Wait until the page has done all of a plan: at its end it takes the focus, so keys pressed before are lost."""
+        self.page.wait_for_selector("#show:enabled")
 
     def sign_in(self) -> None:
         self.page.click("#sign-in")
