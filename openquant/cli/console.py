@@ -233,6 +233,7 @@ class Terminal(Reporter):
         stage: tuple[str, str] = ("calibrating", "calibrated"),
     ) -> None:
         self.interrupts = interrupts
+        self.first = first
         # Silent is without progress, quiet without plan and summary.
         self.silent = command.quiet or not first
         self.quiet = self.silent or command.json
@@ -256,7 +257,7 @@ class Terminal(Reporter):
         """Return the lines of those notes that were not printed; if `quiet`, print them on stderr."""
         lines = [f"note: {note}" for note in dict.fromkeys(notes) if note not in self.printed_notes]
         self.printed_notes.update(notes)
-        if lines and self.quiet and not self.silent:
+        if lines and self.quiet and self.first:
             say_lines(lines, sys.stderr)
         return lines
 

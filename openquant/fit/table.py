@@ -175,6 +175,7 @@ class _Table:
             unknown=self.unknown,
             targets=self.targets,
             measured_on=MODEL,
+            notes=list(self.planner.notes_on_source()),
             schemes=tuple(rows),
             refused=self.refused,
             quantized_source=stored,
@@ -585,6 +586,7 @@ class FitTable:
         unknown: why the size of the KV cache is not known; None if it is.
         targets: the GPUs that the rows' `holds` are about; none for the CPU alone.
         measured_on: the model on which `kl` was measured.
+        notes: what the source lacks, and what does not fit in it.
         schemes: the rows, the best first: those that fit, and of these the least KL.
         refused: schemes that this model or GPU cannot have, with the reason.
         quantized_source: whether weights of the source are quantized already. KL divergences are then from that source.
@@ -614,6 +616,7 @@ class FitTable:
     unknown: str | None
     targets: tuple[Target, ...]
     measured_on: str
+    notes: list[str]
     schemes: tuple[SchemeFit, ...]
     refused: Mapping[str, str]
     quantized_source: bool

@@ -384,8 +384,8 @@ def _indivisible_length(
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # How many names an error lists for each problem.
 _MOST_NAMED = 100
-# What torch puts before all names of a model that DistributedDataParallel or torch.compile wraps.
-_WRAPPERS = ("module.", "_orig_mod.")
+# What stands before all names of a model that DistributedDataParallel, torch.compile or peft wraps.
+_WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
 # Of a model that peft has wrapped.
 _PEFT = re.compile(r"\.(?:lora_\w+|base_layer|original_module|modules_to_save)\.")
 
@@ -458,6 +458,7 @@ def sort_tensors(
 
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
+        _refuse_unmerged(shape_errors)
         _refuse_wrapped(checkpoint.tensors)
         _raise_misfits(entry.model, shape_errors)
 
@@ -531,8 +532,6 @@ def _refuse_unmerged(names: Iterable[str]) -> None:
 
 
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
-    _refuse_unmerged(shape_errors)
-
     problems = []
     hint = "save the model again with these weights as other checkpoints of this architecture have them"
     for problem in dict.fromkeys(shape_errors.values()):

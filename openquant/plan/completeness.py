@@ -159,6 +159,7 @@ class _Comparer:
         ]
 
         self._compare_shapes()
+        self.misfits += self.config.contradictions()
 
     def _lost_parts(self) -> Iterator[str]:
         for prefix, conditions in self.known.some.items():
@@ -658,6 +659,14 @@ class ConfigSizes:
 
         said = f"mlp_only_layers is {short_repr(dense)} and decoder_sparse_step {step}"
         return said, layer not in dense and (layer + 1) % step == 0
+
+    def contradictions(self) -> Iterator[str]:
+        """Lists of the kinds of layers that have not one for each layer: transformers refuses them."""
+        layers = self._text.get("num_hidden_layers")
+        for key in ("layer_types", "mlp_layer_types"):
+            kinds = self._text.get(key)
+            if isinstance(kinds, list) and type(layers) is int and len(kinds) != layers:
+                yield f"num_hidden_layers is {short_repr(layers)}, and {key} has {len(kinds)}"
 
     def holds(self, conditions: Iterable[tuple[str, bool]]) -> bool:
         """Whether conditions of a rule are met."""

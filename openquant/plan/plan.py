@@ -300,6 +300,10 @@ class Planner:
         entry, items, layers, fused = self._sorted[key]
         return _Sorted(entry, {shard: list(tensors) for shard, tensors in items.items()}, dict(layers), fused)
 
+    def notes_on_source(self) -> tuple[str, ...]:
+        """Return notes on what the source lacks, and what does not fit in it. They take as long as a plan."""
+        return _notes_on_source(self.checkpoint, self._decoded[0], ModuleRules(self._model))
+
     def make(self, scheme: Scheme, options: PlanOptions, with_notes: bool = True) -> Plan:
         """Decide what becomes of every tensor.
 

@@ -43,6 +43,7 @@ def fit_notes(found: FitTable) -> list[str]:
         found: the result of fit_table().
     """
     notes = [
+        *(f"note: {terminal(note)}" for note in found.notes),
         f"KL: what {found.measured_on} lost, in nats; other models lose more or less",
         *_calibrated_lines(found),
         *_unmeasured_lines(found),

@@ -435,6 +435,14 @@ def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
     assert row.holds[0].sequences == room // cached
 
 
+def test_what_the_source_lacks_is_named(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "source")
+    small_checkpoints.change_weights(root, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    found = fit_table(root, "4090")
+    assert found.notes == ["the source lacks model.layers.1.mlp.up_proj"]
+    assert f"\nnote: {found.notes[0]}\n" in fit_text(found, 80)
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
     with LoopbackHub(tmp_path / "hub") as server:

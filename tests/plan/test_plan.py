@@ -160,6 +160,15 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         )
 
 
+def test_the_prefix_of_a_wrapper_is_named(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    for prefix in ("module.", "_orig_mod.", "base_model.model."):
+        wrapped = {f"{prefix}{name}": weight for name, weight in weights.items()}
+        root = small_checkpoints.write(tmp_path / prefix, weights=wrapped)
+        with pytest.raises(PlanError, match=f"^all names begin with {re.escape(prefix)}: the wrapped model was saved$"):
+            plan_of(root)
+
+
 def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")
     dense = small_checkpoints.write(tmp_path / "b")
@@ -186,6 +195,10 @@ def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
     ):
         told = f"config.json does not fit the tensors: {key} {difference}"
         assert notes(held, configs[held], **{key: number}) == (told,)
+
+    kinds = {"layer_types": ["full_attention"]}
+    told = "config.json does not fit the tensors: num_hidden_layers is 2, and layer_types has 1"
+    assert notes(dense, configs[dense] | kinds) == (told,)
 
     # Without head_dim, a wrong hidden_size is said once, not of the heads too.
     config = {key: value for key, value in configs[dense].items() if key != "head_dim"}
