@@ -661,11 +661,15 @@ class ConfigSizes:
         return said, layer not in dense and (layer + 1) % step == 0
 
     def contradictions(self) -> Iterator[str]:
-        """Lists of the kinds of layers that have not one for each layer: transformers refuses them."""
+        """Lists of the kinds of layers that have not one for each layer: transformers refuses them.
+
+        MTP layers may be in the list too.
+        """
         layers = self._text.get("num_hidden_layers")
+        mtp_layers = sum(count for key in _MTP_COUNTS if type(count := self._text.get(key)) is int)
         for key in ("layer_types", "mlp_layer_types"):
             kinds = self._text.get(key)
-            if isinstance(kinds, list) and type(layers) is int and len(kinds) != layers:
+            if isinstance(kinds, list) and type(layers) is int and len(kinds) not in (layers, layers + mtp_layers):
                 yield f"num_hidden_layers is {short_repr(layers)}, and {key} has {len(kinds)}"
 
     def holds(self, conditions: Iterable[tuple[str, bool]]) -> bool:
