@@ -170,7 +170,8 @@ def test_repositories_are_evaluated_through_a_few_shards_of_disk(hub, job, expec
     assert named(json.loads(file.read_text()), "name", "out") == expected["outputs"][0]
     assert [text["along"] for text in expected["outputs"][0]["texts"]] == [True]
     assert len(marks) > SHARDS
-    assert max(marks) <= 1 + AHEAD + 1
+    # A shard that is renamed meanwhile is seen under both names.
+    assert max(marks) <= 1 + 2 * AHEAD + 1 < SHARDS
     assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == cached() == []
 
 
