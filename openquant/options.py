@@ -1078,7 +1078,9 @@ class Command:
         PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=seconds
     )
     dry_run: bool = option(False, "Say what would be done and write nothing.", EXECUTION)
-    quiet: bool = option(False, "Print notes and errors only.", OUTPUT, flags=("-q", "--quiet"))
+    quiet: bool = option(
+        False, "Print errors only, and what is wrong with the source.", OUTPUT, flags=("-q", "--quiet")
+    )
     verbose: bool = option(False, "Also list unquantized layers and copied files.", OUTPUT, flags=("-v", "--verbose"))
     json: bool = option(False, "Print one JSON object on stdout and nothing else.", OUTPUT)
     progress: str = option(

@@ -257,7 +257,7 @@ class Terminal(Reporter):
         """Return the lines of those notes that were not printed; if `quiet`, print them on stderr."""
         lines = [f"note: {note}" for note in dict.fromkeys(notes) if note not in self.printed_notes]
         self.printed_notes.update(notes)
-        if lines and self.quiet and self.first:
+        if lines and self.quiet and not self.silent:
             say_lines(lines, sys.stderr)
         return lines
 
@@ -266,12 +266,17 @@ class Terminal(Reporter):
         self.space = space
 
     def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan on stdout, of a second plan only new notes; if `quiet`, only the notes, on stderr."""
+        """Print the plan on stdout, of a second plan only new notes; if `quiet`, only the notes, on stderr.
+
+        What is wrong with the source is printed in any case.
+        """
         self.close()
         is_first = self.plan is None
         self.plan = plan
         others = self.space.notes if self.space else ()
         new_notes = self._new_notes([*plan.notes, *others])
+        if self.silent and self.first and is_first and plan.warnings:
+            say_lines([f"note: {note}" for note in plan.warnings], sys.stderr)
         if self.quiet:
             return
         if not is_first:

@@ -57,7 +57,7 @@ from .assign import (
     refuse_size,
     why_no_input_scale,
 )
-from .completeness import check_layer_count, completeness_notes, token_misfits
+from .completeness import NOT_CHECKED, check_layer_count, completeness_notes, token_misfits
 from .decisions import (
     FEW_AXES,
     Decisions,
@@ -129,6 +129,11 @@ class Plan:
     def model(self) -> Architecture:
         """The registry's entry of the architecture."""
         return self.entry.model
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong with the source, as far as its notes say so."""
+        return [note for note in self.source_notes if not note.startswith(NOT_CHECKED)]
 
     @property
     def scheme(self) -> Scheme | None:

@@ -24,7 +24,6 @@ from ..formats.numbers import FLAG
 from ..options import CalibrationTexts
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.completeness import NOT_CHECKED
 from ..plan.decisions import tokens_of
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, has_fp8_cache, required_package
@@ -557,7 +556,7 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         sglang_refusal=sglang_refusal(plan.entry, plan.decisions),
         transformers=_transformers(plan)[1],
         engines_that_read=engines_that_read,
-        notes=[note for note in plan.source_notes if not note.startswith(NOT_CHECKED)],
+        notes=plan.warnings,
         has_cache=has_fp8_cache(plan),
         unquantized_lines=unquantized_lines,
         version=__version__,

@@ -158,9 +158,14 @@ def test_of_a_second_plan_new_notes_are_printed(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "note: no token was routed to 2 experts\n"
 
 
-def test_how_much_is_said(run: Run, source: Path) -> None:
+def test_how_much_is_said(run: Run, source: Path, tmp_path: Path) -> None:
     quiet = run("-m", source, "-q", "-o", "quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    damaged = small_checkpoints.changed_copy(
+        source, tmp_path / "damaged", lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")
+    )
+    quiet = run("-m", damaged, "-q", "-o", "lossy", "--scheme", "int8-weights")
+    assert (quiet.stdout, quiet.stderr) == ("", "note: the source lacks model.layers.1.mlp.up_proj\n")
     verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")
     assert "\nnot quantized: model.layers.0.self_attn.q_proj\n" in verbose.stdout
     assert "\ncopied: generation_config.json\n" in verbose.stdout
