@@ -107,15 +107,18 @@ class Ranks:
         """
         if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
             return cls()
+
         try:
             rank = int(environment["RANK"])
             size = int(environment["WORLD_SIZE"])
             if (rank, size) == (0, 1):
                 return cls()
+
             local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
             local_rank = int(environment.get("LOCAL_RANK", rank % max(1, local_size)))
             if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
                 raise ValueError(f"RANK is {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}")
+
             rendezvous = Rendezvous(
                 environment["MASTER_ADDR"],
                 int(environment["MASTER_PORT"]),
@@ -125,6 +128,7 @@ class Ranks:
             )
         except (KeyError, ValueError) as error:
             raise UsageError(f"the environment of ranks makes no sense: {error}", _HINT) from None
+
         return cls(rank, size, local_rank, local_size, rendezvous)
 
     @property

@@ -136,12 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(parser: Parser, words: Sequence[str]) -> int:
     as_json = "--json" in words
     console.mend_streams()
+
     try:
         given = vars(parser.parse_args(words))
     except OpenQuantError as error:
         if _find_ranks()[0].speaks:
             console.fail(error.message, error.hint, as_json)
         return EXIT_USER
+
     ranks, mistake = _find_ranks(given["verb"] in SHARED)
     if given.get("max_memory") is not None:
         # Xet buffers 1.6 GB, and more for each file (hf_xet 1.8, XetConfig), which no limit of ours counts.
@@ -155,11 +157,13 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         except Exception as error:
             # After an interrupt, other errors follow from it.
             interrupts.check()
+
             cause = error
             if without_memory(error):
                 cause = OpenQuantError("memory ran out", _NO_MEMORY)
             if not isinstance(cause, OpenQuantError):
                 raise
+
             if ranks.speaks:
                 console.fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
             return EXIT_USER

@@ -333,20 +333,22 @@ def check_static_scales(
     }
     names = [*modules.values(), *(name for name in cache if name in values)]
     chosen = {**chosen, **_shared_with(headers, modules, chosen)}
-    others = {module: name for module, name in modules.items() if name not in chosen}
-    return [
-        *(
-            f"{headers.place(name)} is {values[name]:g}, the run that made it chose {chosen[name]:g}"
-            for name in names
-            if name in chosen and values[name] != chosen[name]
-        ),
-        *_differing_in_fused(headers, values, others),
-        *(
-            f"{headers.place(name)} is {values[name]:g}, and activations need {SMALLEST:.1g} to {LARGEST:.1g}"
-            for name in names
-            if name not in chosen and not SMALLEST <= values[name] <= LARGEST
-        ),
+
+    changed = [
+        f"{headers.place(name)} is {values[name]:g}, the run that made it chose {chosen[name]:g}"
+        for name in names
+        if name in chosen and values[name] != chosen[name]
     ]
+
+    others = {module: name for module, name in modules.items() if name not in chosen}
+    differing = _differing_in_fused(headers, values, others)
+
+    impossible = [
+        f"{headers.place(name)} is {values[name]:g}, and activations need {SMALLEST:.1g} to {LARGEST:.1g}"
+        for name in names
+        if name not in chosen and not SMALLEST <= values[name] <= LARGEST
+    ]
+    return [*changed, *differing, *impossible]
 
 
 def _shared_with(headers: Headers, modules: Mapping[str, str], chosen: Mapping[str, float]) -> dict[str, float]:

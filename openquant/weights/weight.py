@@ -263,8 +263,9 @@ class Weight(NamedTuple):
         return Extent(label, location.shard, offset + self.part * rows * step, pitch)
 
     def scale_extent(self, where: Mapping[str, Location]) -> Extent:
-        """Return where its scales lie. One row of scales belongs to one row of groups; transposed weights store it as a
-        column. The weight must be quantized and have no `rank_rows` (see `row_pieces`).
+        """Return where its scales lie. One row of scales belongs to one row of groups, or one column if transposed.
+
+        The weight must be quantized and have no `rank_rows` (see `row_pieces`).
 
         Args:
             where: shard file name and byte offset of each tensor, by full tensor name.
@@ -272,18 +273,22 @@ class Weight(NamedTuple):
         assert self.format is not None
         info = self.parts[1]
         location = where[info.name]
+
         itemsize = DTYPE_BITS[info.dtype] // 8
         grid_rows, grid_cols = grid_of(self.format.group, self.shape)
         if self.expert < 0 or math.prod(info.shape) == 1:
             return Extent(info.name, location.shard, location.offset, grid_cols * itemsize)
+
         # Projections that a stack fuses have scales of their own, or share one.
         expert_nbytes = info.nbytes // info.shape[0]
         projections = expert_nbytes // (grid_rows * grid_cols * itemsize)
         step = pitch = grid_cols * itemsize
         if self.transposed:
             step, pitch = itemsize, grid_rows * projections * itemsize
-        part_offset = self.part % projections * grid_rows * step
-        return Extent(info.name, location.shard, location.offset + self.expert * expert_nbytes + part_offset, pitch)
+
+        of_expert = location.offset + self.expert * expert_nbytes
+        of_part = self.part % projections * grid_rows * step
+        return Extent(info.name, location.shard, of_expert + of_part, pitch)
 
 
 @dataclass(frozen=True, eq=False)
