@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,6 +143,8 @@ def check_request(
     fit = fit or FitOptions()
     if recipe.tune and run.stream:
         raise UsageError("--tune reads shards several times, which --stream deletes", "leave one of the two out")
+    if recipe.tune and find_spec("numba") is None:
+        raise UsageError("--tune needs numba", "pip install numba")
     if fit.fit is not None:
         refuse_options(recipe)
     return Request(run, recipe, texts, fit, *check_recipe(recipe, texts))

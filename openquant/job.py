@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
+from .convert.conversion import worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks
 from .errors import UsageError
 from .files.checkpoint import Checkpoint, Fingerprint, Stamp
@@ -22,7 +22,7 @@ from .files.destination import WeightFacts
 from .files.output import Claim, OutputContents, refuse_overlap
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
-from .machine import available_cpus, find_device
+from .machine import COMPILED_MEMORY, available_cpus, find_device
 from .options import Run, files_read
 from .plan import summary
 from .plan.plan import Plan
@@ -362,6 +362,7 @@ def _weight_facts(plan: Plan) -> WeightFacts:
     transforms = plan.options.transforms
     return WeightFacts(
         gptq=plan.options.gptq is not None,
+        tuned=plan.is_tuned,
         smoothed=transforms is not None and bool(transforms.title),
         weighed=transforms is not None and transforms.weighed > 0,
         keeps_codes=plan.decisions.keeps,

@@ -34,6 +34,9 @@ _MMAP_THRESHOLD = -3
 _ARENA_MAX = -8
 _KEPT = ((_TRIM_THRESHOLD, 1 << 25), (_MMAP_THRESHOLD, 1 << 22))
 
+# Bytes that numba and its compiler need.
+COMPILED_MEMORY = 176 << 20
+
 
 def available_cpus(quota: Path = _QUOTA) -> int:
     """Return the number of CPUs that this process may use, by its affinity and its container's quota.

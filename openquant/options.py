@@ -592,9 +592,9 @@ class Recipe(OptionGroup):
     )
     tune: bool = quantization(
         False,
-        "Weigh tokens by gradients in `gptq`. Tokens that the model's answers depend on count more, which loses less. "
-        "Gradients run back through the model first, which takes longer than GPTQ itself. Experts count all tokens "
-        "alike.",
+        "Weigh tokens and outputs by gradients in `gptq`. What the model's answers depend on counts more, which loses "
+        "less. Gradients run back through the model first, which takes longer than GPTQ itself. Experts count all "
+        "tokens alike. It needs numba.",
         common=True,
     )
     kv_cache: CacheScheme = quantization(

@@ -242,7 +242,7 @@ def _require_use(recipe: Recipe, needs_scales: bool) -> None:
     if recipe.gptq:
         _require_texts(recipe, needs_scales or smoothing)
     elif recipe.tune:
-        raise UsageError("--tune says how GPTQ weighs tokens", "give --gptq too")
+        raise UsageError("--tune says how GPTQ weighs tokens and outputs", "give --gptq too")
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
     if recipe.awq:

@@ -10,8 +10,9 @@ smoothing     smoothing mappings: a smooth_layer, and the balance_layers that re
 gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
 gptq_pass     runs texts through a model, and rounds each layer by GPTQ with its Hessians, H = X'X over the tokens that
               go into it
-sensitivity   weighs these tokens by gradients of the answers (--tune), which a second walk through the layers gives,
-              last layer first
+sensitivity   weighs these tokens, and the outputs of layers, by gradients of the answers (--tune), which a second walk
+              through the layers gives, last layer first
+tuning        moves scales and codes after GPTQ to where errors of the outputs cancel (--tune)
 
 weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()
 or of GPTQ that was interrupted continues from its pass checkpoint (streaming/pass_checkpoint.py).

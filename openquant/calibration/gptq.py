@@ -61,10 +61,7 @@ def find_error_propagation(hessian: Tensor) -> ErrorPropagation:
         `order`, int64 [in], columns in the order in which they are rounded; and `coefficients` [in, in] of the
         Hessian's dtype, upper triangular in that order: row k has what the error of column k adds to each later column.
     """
-    diagonal = hessian.diagonal().double()
-    nonzero = diagonal > 0
-    mean = float(diagonal[nonzero].mean()) if bool(nonzero.any()) else 1.0
-    order = torch.argsort(diagonal, descending=True, stable=True)
+    order = torch.argsort(hessian.diagonal().double(), descending=True, stable=True)
 
     # An upper triangular root in act-order is a lower triangular one, which torch computes, in reversed order.
     reversed_order = order.flip(0)
@@ -72,8 +69,7 @@ def find_error_propagation(hessian: Tensor) -> ErrorPropagation:
     failed = torch.ones((), dtype=torch.int32, device=hessian.device)
     while int(failed):
         root = hessian.index_select(0, reversed_order).index_select(1, reversed_order)
-        root.diagonal()[~nonzero[reversed_order]] = mean
-        root.diagonal().mul_(1 + damping)
+        damp(root, damping)
         # In place: the transpose has LAPACK's memory order, so that no copy is made. float32 suffices, since the error
         # does not depend on the sizes of inputs, and scaled to a diagonal of ones the condition is at most
         # 1 + in / damping. On SmolLM2-135M the loss is 0.9999 to 1.00002 of that with float64, in half the time or less
@@ -84,6 +80,20 @@ def find_error_propagation(hessian: Tensor) -> ErrorPropagation:
     lower = root.mT
     lower /= lower.diagonal().clone()
     return ErrorPropagation(order, lower.flip(0, 1))
+
+
+def damp(hessian: Tensor, damping: float = DAMPING) -> None:
+    """Raise each element of a Hessian's diagonal by a share of it, in place; inputs that are always zero get the mean.
+
+    Args:
+        hessian: float32 or float64 [in, in].
+        damping: the share.
+    """
+    diagonal = hessian.diagonal()
+    nonzero = diagonal > 0
+    mean = float(diagonal[nonzero].double().mean()) if bool(nonzero.any()) else 1.0
+    diagonal[~nonzero] = mean
+    diagonal *= 1 + damping
 
 
 def round_columns(
@@ -130,23 +140,35 @@ def round_columns(
     else:
         arrays = ColumnRounding(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
         round_panel = partial(loops.round_panel, arrays, fmt.number)
-    _round_range(tensors, 0, cols, round_panel)
+    in_panels(columns, errors, propagation.coefficients, 0, cols, round_panel)
 
     # Errors are needed no more: their memory takes the columns in the weight's order.
     errors[order] = columns
     return errors.T.float().contiguous()
 
 
-def _round_range(weight: ColumnRounding, low: int, high: int, round_panel: Callable[[int, int], None]) -> None:
-    """Round columns low to high, to which all earlier errors were propagated."""
+def in_panels(
+    into: Tensor, errors: Tensor, coefficients: Tensor, low: int, high: int, work: Callable[[int, int], None]
+) -> None:
+    """Work on columns in panels, and add what the errors of each column are to all later ones.
+
+    Args:
+        into: [in, out], the columns.
+        errors: [in, out], the errors of columns that are done.
+        coefficients: [in, in]: row k has what column k's error adds to each later column.
+        low: the first column.
+        high: the column after the last.
+        work: works on columns low to high, to which errors of all earlier columns were added, and adds their errors to
+            each other.
+    """
     if high - low <= PANEL:
-        round_panel(low, high)
+        work(low, high)
         return
 
     middle = (low + high) // 2
-    _round_range(weight, low, middle, round_panel)
-    weight.columns[middle:high].addmm_(weight.coefficients[low:middle, middle:high].T, weight.errors[low:middle])
-    _round_range(weight, middle, high, round_panel)
+    in_panels(into, errors, coefficients, low, middle, work)
+    into[middle:high].addmm_(coefficients[low:middle, middle:high].T, errors[low:middle])
+    in_panels(into, errors, coefficients, middle, high, work)
 
 
 def _round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:

@@ -24,6 +24,7 @@ accumulated in parts: the first while texts run through the layer, the others fr
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,20 +37,23 @@ from ..data.corpus import Corpus
 from ..errors import SourceError
 from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace
 from ..formats import kernels
+from ..formats.format import Format
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
 from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
-from ..streaming.memory import ROWS, hessian_nbytes
+from ..streaming.memory import BLOCK, ROWS, hessian_nbytes
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile, view_bytes
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
-from .gptq import ErrorPropagation, find_error_propagation, round_columns
+from .gptq import ErrorPropagation, damp, find_error_propagation, round_columns
 from .observers import RunningStatistics, find_hook_points, require_finite_inputs
+from .sensitivity import Sensitivities
+from .tuning import tune_rounding
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24
@@ -63,7 +67,7 @@ def round_layers(
     loops: kernels.Loops,
     *,
     max_hessian_bytes: int,
-    sensitivities: Mapping[str, Tensor] | None = None,
+    sensitivities: Sensitivities | None = None,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
@@ -78,8 +82,8 @@ def round_layers(
         loops: the module that chooses scales and rounds: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; a layer whose Hessians take
             more has its inputs in a file beside the store, and one part of them in memory at a time.
-        sensitivities: how much each token counts in the Hessians of Linears, by group (`hessian_groups`), float32
-            [documents, tokens]; None if all count alike, as they do in those that have none.
+        sensitivities: how much tokens count in the Hessians of Linears, by group (`hessian_groups`), and outputs in the
+            errors; None if all count alike, as they do in experts.
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
@@ -106,8 +110,11 @@ def round_layers(
             f"{pass_checkpoint.path} continues after layers whose files are gone from {store.path}",
             "remove it to begin again",
         )
+    tokens, outputs = sensitivities or Sensitivities({}, {})
     for name, group in hessian_groups(units.values(), plan.entry).items():
-        units[model.unit_of(name)].linears[name].sensitivity = (sensitivities or {}).get(group)
+        hessian = units[model.unit_of(name)].linears[name]
+        hessian.sensitivity = tokens.get(group)
+        hessian.outputs |= {module: outputs[name] for module, linear in hessian.linears.items() if linear in outputs}
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
@@ -208,26 +215,63 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
     matrix = hessian.pop_matrix()
     require_finite_inputs(matrix, hessian.weights[0][0].source.name)
 
-    # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
-    propagations: dict[bytes, ErrorPropagation] = {}
+    # Only the last is kept, which is larger than the Hessian: fused layers are smoothed by the same factors.
+    inputs_of: dict[bytes, _Inputs] = {}
     absmax_of_all = shared_absmax(hessian.weights, reader)
 
     for weight, scheme in hessian.weights:
         columns = weight.transform.columns if weight.transform is not None else None
         key = b"" if columns is None else columns.tobytes()
-        if key not in propagations:
-            propagations = {key: _smoothed_propagation(matrix, columns)}
-        factors = np.float32(1) if columns is None else columns
-        importance = (matrix.diagonal().cpu().numpy() / factors / factors).astype(np.float32)
-        yield from _round_weight(weight, scheme, propagations[key], absmax_of_all, importance, reader)
+        if key not in inputs_of:
+            inputs_of.clear()
+            inputs_of[key] = _smoothed_inputs(matrix, columns, is_tuned=bool(hessian.outputs))
+        outputs = hessian.outputs.get(weight.module)
+        if outputs is not None and weight.transform is not None and weight.transform.rows is not None:
+            outputs = scaled_outputs(outputs, weight.transform.rows)
+        yield from _round_weight(weight, scheme, inputs_of[key], outputs, absmax_of_all, reader)
 
 
-def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropagation:
-    """Error propagation of inputs that are divided by smoothing factors [in], which multiply the weight's columns."""
-    if columns is None:
-        return find_error_propagation(matrix)
-    factors = torch.from_numpy(columns).to(matrix.device)
-    return find_error_propagation(matrix / factors / factors[:, None])
+def scaled_outputs(outputs: Tensor, rows: Floats) -> Tensor:
+    """Return the curvature over outputs that are multiplied by factors.
+
+    Args:
+        outputs: float32 [blocks, BLOCK, BLOCK].
+        rows: float32 [out].
+    """
+    factors = torch.ones(outputs.shape[:2])
+    factors.view(-1)[: len(rows)] = torch.from_numpy(rows)
+    return outputs / factors[:, :, None] / factors[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """What a Hessian says of the inputs of weights.
+
+    Attributes:
+        importance: float32 [in], sums of squares of the inputs, by which the search for scales weights errors.
+        propagation: how errors of columns go to later ones.
+        hessian: float32 [in, in], damped, its diagonal's mean one; on the CPU. None if no weight is tuned with it.
+    """
+
+    importance: Floats
+    propagation: ErrorPropagation
+    hessian: Tensor | None
+
+
+def _smoothed_inputs(matrix: Tensor, columns: Floats | None, is_tuned: bool) -> _Inputs:
+    """The inputs of a Hessian, divided by smoothing factors [in], which multiply the weight's columns."""
+    if columns is not None:
+        factors = torch.from_numpy(columns).to(matrix.device)
+        matrix = matrix / factors / factors[:, None]
+
+    importance = matrix.diagonal().cpu().numpy().astype(np.float32)
+    propagation = find_error_propagation(matrix)
+    if not is_tuned:
+        return _Inputs(importance, propagation, None)
+    damped = matrix.to("cpu", copy=True)
+    damp(damped)
+    damped /= damped.diagonal().mean()
+    return _Inputs(importance, propagation, damped)
 
 
 def shared_absmax(weights: Iterable[tuple[Weight, Scheme]], reader: Reader) -> Floats:
@@ -254,41 +298,49 @@ def shared_absmax(weights: Iterable[tuple[Weight, Scheme]], reader: Reader) -> F
 def _round_weight(
     weight: Weight,
     scheme: Scheme,
-    propagation: ErrorPropagation,
+    inputs: _Inputs,
+    outputs: Tensor | None,
     absmax_of_all: Floats,
-    importance: Floats,
     reader: Reader,
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
     """Round one weight; yield its codes, scales, global scale and zero points, as its format has them.
 
-    `importance`, float32 [in], are the sums of squares of the inputs, by which the search for scales weights errors.
+    With the curvature over its `outputs`, float32 [blocks, BLOCK, BLOCK], it is tuned.
     """
-    fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
+    fmt, loops = scheme.format, reader.loops
     global_scale = kernels.choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
 
     codes: list[Any] = []
     scales: list[Any] = []
     zero_points: list[Any] = []
 
-    for bits in _row_blocks(reader, weight, fmt.height):
+    multiple = fmt.height
+    if outputs is not None:
+        multiple = math.lcm(fmt.height, BLOCK)
+    first = 0
+    for bits in _row_blocks(reader, weight, multiple):
         group_absmax = absmax_of_all
         if not fmt.shared:
             group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
             require_in_range(weight, group_absmax, scheme, reader.where)
 
         scale, zero_point = kernels.choose_scales(
-            scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops
+            scheme, bits, weight.dtype, group_absmax, global_scale, inputs.importance, loops
         )
-        if not fmt.shared or not scales:
-            scales.append(np.asarray(fmt.encode_scales(scale, global_scale)))
         if zero_point is not None:
             zero_points.append(kernels.pack_words(fmt.number.encode(zero_point), fmt.number))
 
-        values = torch.from_numpy(kernels.to_float32(bits, weight.dtype)).to(device)
-        shift = None if zero_point is None else torch.from_numpy(zero_point).to(device)
-        quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift, loops)
+        # The curvature of these rows.
+        of_rows = None
+        if outputs is not None:
+            last = first + -(-len(bits) // BLOCK)
+            of_rows, first = outputs[first:last], last
+        values = torch.from_numpy(kernels.to_float32(bits, weight.dtype))
+        quotients, scale = _round_rows(values, scale, zero_point, inputs, of_rows, fmt, global_scale, loops)
 
-        block = fmt.number.encode(quotients.cpu().numpy())
+        if not fmt.shared or not scales:
+            scales.append(np.asarray(fmt.encode_scales(scale, global_scale)))
+        block = fmt.number.encode(quotients)
         stored = np.empty((len(block), fmt.number.nbytes(block.shape[1])), np.uint8)
         kernels.pack(block, stored, fmt.number)
         codes.append(stored)
@@ -302,6 +354,31 @@ def _round_weight(
     for info in rounded_tensors(weight, scheme):
         blocks = arrays[info.name.removeprefix(f"{weight.module}.")]
         yield info, np.concatenate([block.reshape(-1).view(np.uint8) for block in blocks])
+
+
+def _round_rows(
+    values: Tensor,
+    scale: Floats,
+    zero_point: Floats | None,
+    inputs: _Inputs,
+    outputs: Tensor | None,
+    fmt: Format,
+    global_scale: Floats | None,
+    loops: kernels.Loops,
+) -> tuple[Floats, Floats]:
+    """Round rows of a weight; the values of the codes, and the scales, which move if the rows are tuned."""
+    device = inputs.propagation.coefficients.device
+    scales = torch.from_numpy(scale)
+    shift = None
+    if zero_point is not None:
+        shift = torch.from_numpy(zero_point).to(device)
+    quotients = round_columns(values.to(device), scales.to(device), inputs.propagation, fmt, shift, loops).cpu()
+    if outputs is None or inputs.hessian is None:
+        return quotients.numpy(), scale
+
+    shift = None if shift is None else shift.cpu()
+    quotients, scales = tune_rounding(values, quotients, scales, shift, inputs.hessian, outputs, fmt, global_scale)
+    return quotients.numpy(), scales.numpy()
 
 
 def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[kernels.Bits]:
@@ -343,7 +420,10 @@ class Hessian:
         weights: the weights that GPTQ rounds with it, each with its scheme.
         moe_hessian: for gate and up of an expert: the Hessian over all tokens of its MoE layer. None for down and for
             dense layers.
+        linears: names of the Linears that hold one of the weights and no other, by the weight's module.
         sensitivity: float32 [documents, tokens], by which squared inputs are weighed; None if all tokens count alike.
+        outputs: the curvature over a weight's outputs, float32 [blocks, BLOCK, BLOCK], by its module; none if all
+            outputs count alike.
         accumulating: whether `add` adds.
         kept: where `add` keeps inputs of a Hessian that accumulates later; None if it does not.
         tokens: number of tokens added.
@@ -354,7 +434,9 @@ class Hessian:
     width: int
     weights: list[tuple[Weight, Scheme]] = field(default_factory=list)
     moe_hessian: Hessian | None = None
+    linears: dict[str, str] = field(default_factory=dict)
     sensitivity: Tensor | None = None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
     accumulating: bool = False
     kept: KeptInputs | None = None
     tokens: int = 0
@@ -626,7 +708,10 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
     for name, statistics in linears.items():
         weights = [pair for tensor in statistics.tensors for pair in rounded.get(tensor, ())]
         if weights and all(weight.shape[1] == statistics.width for weight, _ in weights):
-            units.setdefault(model.unit_of(name), LayerHessians()).linears[name] = hessian_of(weights)
+            hessian = hessian_of(weights)
+            units.setdefault(model.unit_of(name), LayerHessians()).linears[name] = hessian
+            if len(weights) == 1:
+                hessian.linears[weights[0][0].module] = name
     for name, points in experts.items():
         stacks = ExpertWeights(expert_hessians(points.first, gate_up=True), expert_hessians(points.down, gate_up=False))
         if stacks.first is not None or stacks.down is not None:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..convert.conversion import COMPILED_MEMORY, loops
+from ..convert.conversion import loops
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from ..files.shardfile import LayerStore, TensorPlace
 from ..formats.numbers import Floats
 from ..hub.source import Source, model_folder, supply_shards
 from ..job import Job, Opened, claim_of, file_places, model_place, open_source
-from ..machine import resident
+from ..machine import COMPILED_MEMORY, resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
 from ..plan import summary
@@ -51,12 +51,11 @@ from . import smoothing
 from .smoothing import MappingTransforms, SmoothingMapping
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..data.corpus import Corpus
     from ..streaming.model import StreamedModel
     from ..streaming.offload import OffloadFile
     from ..streaming.pass_checkpoint import PassCheckpoint
+    from .sensitivity import Sensitivities
 
 
 @verb(Calibrate, CalibrationTexts, positional=("model", "out"))
@@ -314,10 +313,7 @@ def apply_gptq(job: Job, corpus: Corpus) -> Plan:
         OutputError: rounded layers or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    sensitivities: Mapping[str, Tensor] = {}
-    if job.plan.is_tuned:
-        sensitivities = job.ranks.all_do(lambda: _find_sensitivities(job, corpus))
-    places = job.ranks.all_do(lambda: _round_layers(job, corpus, sensitivities) if job.ranks.first else None)
+    places = job.ranks.all_do(lambda: _round_layers(job, corpus) if job.ranks.first else None)
     if places is None:
         places = rounded_layer_store(job.target, _digest(job)).places()
     return job.plan.with_rounded(places)
@@ -338,22 +334,22 @@ def _digest(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _find_sensitivities(job: Job, corpus: Corpus) -> dict[str, Tensor]:
-    """Find how much each token counts; the first rank gets what all have found of their documents."""
+def _find_sensitivities(job: Job, corpus: Corpus) -> Sensitivities:
+    """Find how much tokens and outputs count."""
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import find_hessians, hessian_groups
     from .sensitivity import find_sensitivities
 
-    ranks = job.ranks
     digest = _digest(job)
     store = rounded_layer_store(job.target, digest)
-    ranks.first_does(store.claim)
+    store.claim()
     # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
-    pass_checkpoint = PassCheckpoint(store.sensitivities(ranks.rank, ranks.size), {"run": digest})
+    pass_checkpoint = PassCheckpoint(store.sensitivities, {"run": digest})
     job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
 
-    free = memory_left(job.run.max_memory, memory.sensitivity_steps(job.checkpoint, corpus.length), refuse=False)
+    steps = memory.sensitivity_steps(job.checkpoint, job.plan, corpus.length)
+    free = memory_left(job.run.max_memory, steps, refuse=False)
     model = StreamedModel(job.checkpoint, device=job.device)
     groups = hessian_groups(find_hessians(model, job.plan).values(), job.plan.entry)
     with _stream(job, model, 0, 0, job.target.absolute().parent):
@@ -362,13 +358,12 @@ def _find_sensitivities(job: Job, corpus: Corpus) -> dict[str, Tensor]:
             corpus,
             groups,
             budget=session.BUDGET if free is None else free,
-            ranks=ranks,
-            progress=session.checked_progress(ranks, job.reporter.on_progress),
+            progress=session.checked_progress(job.ranks, job.reporter.on_progress),
             pass_checkpoint=pass_checkpoint,
         )
 
 
-def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
+def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
     """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
@@ -378,6 +373,8 @@ def _round_layers(job: Job, corpus: Corpus, sensitivities: Mapping[str, Tensor])
     plan = job.plan
     ranks = job.ranks
     reporter = job.reporter
+    sensitivities = _find_sensitivities(job, corpus) if plan.is_tuned else None
+
     digest = _digest(job)
     store = rounded_layer_store(job.target, digest)
     store.claim()
@@ -459,7 +456,7 @@ def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
     if "Hessians" in plan.lacks:
         steps += memory.gptq_steps(opened.checkpoint, plan, length)
         if plan.is_tuned:
-            steps += memory.sensitivity_steps(opened.checkpoint, length)
+            steps += memory.sensitivity_steps(opened.checkpoint, plan, length)
     if "smoothing" in plan.lacks:
         steps.append(MemoryStep("choosing smoothing scales", smoothing.search_memory(plan), models=bool(steps)))
     return steps

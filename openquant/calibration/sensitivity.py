@@ -1,13 +1,17 @@
-"""How much a model's answers depend on each token's output of each layer, by which GPTQ then weighs tokens.
+"""How much a model's answers depend on the outputs of each layer, by which GPTQ then weighs tokens and outputs.
 
-GPTQ makes the squared error of a layer's outputs small, and all tokens count alike. But answers depend on some tokens
-far more than on others. An error e of a layer's output changes the answers by a KL divergence of e' G e / 2 with
+GPTQ makes the squared error of a layer's outputs small, and all tokens and outputs count alike. But answers depend on
+some far more than on others. An error e of a layer's output changes the answers by a KL divergence of e' G e / 2 with
 G = E[g g'], where g is the gradient at that output of the logits times a random vector. The vector's covariance is the
 curvature of the KL, diag(p) - p p' with the probabilities p of the next token, so no labels are needed. The weight of a
 token comes from the sum of squares of g, as in GuidedQuant (Kim et al., arXiv 2505.07004) with one group of outputs.
+How outputs count together is the sum of x'x g g' over all tokens with inputs x, as in YAQA (Tseng et al., arXiv
+2505.22988), in blocks on its diagonal.
 
-    sensitivities = find_sensitivities(model, corpus, {"model.layers.0.mlp.gate_proj": "mlp 0", ..}, budget=1 << 30)
-    sensitivities["mlp 0"]         # float32 [documents, tokens]
+    groups = {"model.layers.0.mlp.gate_proj": "mlp 0", "model.layers.0.mlp.up_proj": "mlp 0", ..}
+    tokens, outputs = find_sensitivities(model, corpus, groups, budget=1 << 30)
+    tokens["mlp 0"]                              # float32 [documents, tokens]
+    outputs["model.layers.0.mlp.gate_proj"]      # float32 [out / BLOCK, BLOCK, BLOCK]
 
 A few texts at a time run through the model, since what goes into each layer is kept until gradients are back there.
 They flow from the head down, and each layer is loaded and computed once more on the way.
@@ -18,22 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..data.corpus import Corpus
-from ..distributed import Ranks
 from ..errors import OpenQuantError
 from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, explain_errors, run_interleaved
-from ..streaming.memory import hidden_bytes
+from ..streaming.memory import BLOCK, hidden_bytes
 from ..streaming.meta_model import REST
 from ..streaming.model import Advanced, StreamedModel, limited_threads, products_in_float32
-from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
-from ..streaming.session import documents_of_rank
+from ..streaming.pass_checkpoint import PassCheckpoint
 
 # Power of the sum of squares. One draw of the gradient says little of a single token, and a few tokens have most of the
 # sum: on SmolLM2 with 12k tokens, 0.5, 0.7 and 1 gave 0.847, 0.819 and 0.836 of GPTQ's KL in int4.
@@ -44,19 +46,33 @@ AT_ONCE = 8
 _HINT = "leave --tune out"
 
 
+class Sensitivities(NamedTuple):
+    """How much a model's answers depend on the outputs of its layers.
+
+    Attributes:
+        tokens: for each group that the answers depend on, float32 [documents, tokens]: the sum of squares of the
+            gradient to the power of EXPONENT, divided by its mean.
+        outputs: for each Linear that the answers depend on, by module name, float32 [blocks, BLOCK, BLOCK]: the
+            curvature of the KL over BLOCK outputs in turn, as a product with that of the inputs. The last block has
+            zeros beyond the last output.
+    """
+
+    tokens: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
 def find_sensitivities(
     model: StreamedModel,
     corpus: Corpus,
     groups: Mapping[str, str],
     *,
     budget: int,
-    ranks: Ranks | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
-) -> dict[str, Tensor]:
-    """Find how much a model's answers depend on each token's output of its layers.
+) -> Sensitivities:
+    """Find how much a model's answers depend on the outputs of its layers.
 
-    What is found of a document depends neither on memory nor on other documents.
+    What is found does not depend on memory.
 
     Args:
         model: the source model. All its shards must be on disk.
@@ -64,37 +80,33 @@ def find_sensitivities(
         groups: for each Linear, by module name, the name of its group, whose outputs count together. Each computes all
             tokens of a text.
         budget: bytes of memory for what goes into the layers; one document may take more.
-        ranks: the processes that share the documents; None for this one alone. The first gets what all have found.
         progress: called with the number of tokens that are done and of all tokens.
         pass_checkpoint: file from which an interrupted run continues; None for none.
 
-    Returns:
-        For each group that the answers depend on, float32 [documents, tokens]: the sum of squares of the gradient to
-        the power of EXPONENT, divided by its mean.
-
     Raises:
         SourceError: a weight cannot be read.
-        OutputError: the checkpoint cannot be written, or another rank has failed.
+        OutputError: the checkpoint cannot be written.
         OpenQuantError: transformers' model fails on these weights or texts, or cannot be differentiated.
     """
     if not groups:
-        return {}
-    ranks = ranks or Ranks()
+        return Sensitivities({}, {})
     recorder = _GradientRecorder(groups, len(corpus.documents), corpus.length)
     done = 0
     if pass_checkpoint is not None:
         if pass_checkpoint.saved is not None:
-            done, recorder.squares = pass_checkpoint.saved
-        pass_checkpoint.extra = lambda: (done, recorder.squares)
+            done, recorder.squares, recorder.outputs = pass_checkpoint.saved
+        pass_checkpoint.extra = lambda: (done, recorder.squares, recorder.outputs)
 
-    documents = documents_of_rank(len(corpus.documents), ranks)
+    documents = range(len(corpus.documents))
     inputs_of_layers = len(model.layers) * hidden_bytes(model.checkpoint, corpus.length)
     at_once = max(1, min(AT_ONCE, budget // max(1, inputs_of_layers)))
 
     with limited_threads(model, corpus.length), products_in_float32(model.device), recorder.hooked(model):
         while done < len(documents):
             some = documents[done : done + at_once]
-            _run_back_and_forth(model, corpus, some, recorder)
+            # Gradients come to a layer for the last of them first. So documents are added in order, and sums are the
+            # same however many run together.
+            _run_back_and_forth(model, corpus, some[::-1], recorder)
 
             done += len(some)
             if progress is not None:
@@ -102,20 +114,18 @@ def find_sensitivities(
             if pass_checkpoint is not None:
                 pass_checkpoint.write_measured(is_last=done == len(documents))
 
-    # Documents of other ranks are zeros here.
-    if ranks.size > 1:
-        for data in ranks.gather(bytes(dump(recorder.squares))):
-            for group, squares in load(data).items():
-                recorder.squares[group] += squares
     for group, squares in recorder.squares.items():
         if not torch.isfinite(squares).all():
             raise OpenQuantError(f"gradients at the outputs of {group} are not finite", _HINT)
     weights = {group: squares**EXPONENT for group, squares in recorder.squares.items() if squares.any()}
-    return {group: weight / weight.mean() for group, weight in weights.items()}
+    tokens = {group: weight / weight.mean() for group, weight in weights.items()}
+    # Large inputs and gradients together may overflow where each does not.
+    outputs = {name: blocks for name, blocks in recorder.outputs.items() if blocks.isfinite().all() and blocks.any()}
+    return Sensitivities(tokens, outputs)
 
 
 class _GradientRecorder:
-    """Sums the squares of gradients at the outputs of Linears.
+    """Sums gradients at the outputs of Linears.
 
     Args:
         groups: for each Linear, by module name, the name of its group.
@@ -123,7 +133,8 @@ class _GradientRecorder:
         length: tokens of each.
 
     Attributes:
-        squares: float32 [documents, tokens] of each group.
+        squares: sums of squares of gradients, float32 [documents, tokens] of each group.
+        outputs: as those of Sensitivities.
         document: the number of the document that a layer is computed for.
     """
 
@@ -131,6 +142,7 @@ class _GradientRecorder:
         self.groups = groups
         self.length = length
         self.squares = {group: torch.zeros(documents, length) for group in groups.values()}
+        self.outputs: dict[str, Tensor] = {}
         self.document = 0
 
     @contextmanager
@@ -143,8 +155,7 @@ class _GradientRecorder:
     def hooked(self, model: StreamedModel) -> Iterator[None]:
         """Record gradients at the outputs that the model computes inside this context."""
         handles = [
-            model.model.get_submodule(name).register_forward_hook(partial(self._follow, group))
-            for name, group in self.groups.items()
+            model.model.get_submodule(name).register_forward_hook(partial(self._follow, name)) for name in self.groups
         ]
         try:
             yield
@@ -152,14 +163,27 @@ class _GradientRecorder:
             for handle in handles:
                 handle.remove()
 
-    def _follow(self, group: str, _: nn.Module, _inputs: object, output: object) -> None:
+    def _follow(self, name: str, _: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
         # Routers of some models return several tensors; they are not quantized.
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self._add, group, self.document))  # type: ignore[no-untyped-call]
+            squares = inputs[0].detach().reshape(self.length, -1).float().square().mean(-1)
+            output.register_hook(partial(self._add, name, self.document, squares))  # type: ignore[no-untyped-call]
 
-    def _add(self, group: str, document: int, gradient: Tensor) -> None:
-        norms = torch.linalg.vector_norm(gradient.reshape(self.length, -1), dim=-1, dtype=torch.float32)
-        self.squares[group][document] += norms.square().cpu()
+    def _add(self, name: str, document: int, input_squares: Tensor, gradient: Tensor) -> None:
+        width = gradient.shape[-1]
+        gradients = gradient.reshape(self.length, -1).float()
+        squares = gradients.square().sum(-1)
+        self.squares[self.groups[name]][document] += squares.cpu()
+
+        # A Linear of several groups, as in DeepSeek-V4, has outputs of its own for each.
+        if gradients.shape[1] != width:
+            return
+        blocks = nn.functional.pad(gradients, (0, -width % BLOCK)).reshape(self.length, -1, BLOCK).transpose(0, 1)
+        products = torch.bmm((blocks * input_squares[:, None]).mT, blocks).cpu()
+        if name in self.outputs:
+            self.outputs[name] += products
+        else:
+            self.outputs[name] = products
 
 
 def _run_back_and_forth(

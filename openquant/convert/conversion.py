@@ -69,8 +69,6 @@ from ..weights.weight import Weight
 # Bytes that the kernels need for CHUNK weights, for their tables, and as slack in the allocator.
 KERNEL_MEMORY = 24 << 20
 
-# Bytes that numba and its compiler need.
-COMPILED_MEMORY = 176 << 20
 # Number of weights from which on the compiled loops save more time than loading and compiling them takes.
 LARGE = 2 << 30
 

@@ -348,6 +348,7 @@ class WeightFacts(NamedTuple):
 
     Attributes:
         gptq: whether GPTQ rounds layers.
+        tuned: whether their scales then move.
         smoothed: whether SmoothQuant or AWQ divides inputs of layers.
         weighed: whether the search for scales weights errors by the layers' inputs.
         keeps_codes: whether all codes and scales are those of a quantized source.
@@ -357,6 +358,7 @@ class WeightFacts(NamedTuple):
     """
 
     gptq: bool = False
+    tuned: bool = False
     smoothed: bool = False
     weighed: bool = False
     keeps_codes: bool = False

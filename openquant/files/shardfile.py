@@ -261,7 +261,7 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 _KIND = "openquant rounded"
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(
-    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.tokens\d+-of-\d+)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
+    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.tuned)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
 )
 
 
@@ -293,9 +293,10 @@ class LayerStore:
         """Path of the pass checkpoint, from which an interrupted pass continues."""
         return self.path / f"{self.run_digest[:16]}.passes"
 
-    def sensitivities(self, rank: int, ranks: int) -> Path:
-        """Return the path of the file with what one of several ranks has found of how much each token counts."""
-        return self.pass_checkpoint.with_name(f"{self.pass_checkpoint.name}.tokens{rank}-of-{ranks}")
+    @property
+    def sensitivities(self) -> Path:
+        """Path of the file with what was found of how much tokens and outputs count."""
+        return self.pass_checkpoint.with_name(f"{self.pass_checkpoint.name}.tuned")
 
     @property
     def nbytes(self) -> int:
@@ -599,16 +600,20 @@ def _check_tensor(file: str, tensor: str, dtype: Any, shape: tuple[Any, ...]) ->
             f"{file}: {short_repr(tensor)} is not a possible name",
             "save the model again with names that torch could give",
         )
+
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise SourceError(
             f"{file}: {tensor} has the unknown dtype {short_repr(dtype)}", "convert it with a known dtype"
         )
+
     if 0 in shape:
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {list(shape)})", "the model was saved wrongly: save it again"
         )
+
     if len(shape) > MAX_AXES or not all(type(size) is int and 0 < size < 1 << 63 for size in shape):
         raise SourceError(f"{file}: {tensor} has the impossible shape {short_repr(list(shape))}", DAMAGED)
+
     return TensorInfo(tensor, dtype, shape)
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..convert.conversion import COMPILED_MEMORY, loops, worth_compiling
+from ..convert.conversion import loops, worth_compiling
 from ..data.corpus import Corpus, read_corpus
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
@@ -24,6 +24,7 @@ from ..files.destination import Destination, FileKind, taken_by
 from ..files.model_files import parse_json, read_small
 from ..hub.source import model_folder
 from ..job import Opened
+from ..machine import COMPILED_MEMORY
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_step, scoring_step

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -286,6 +286,40 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
     """
     *arrays, zero_points = weight
     _round_panel(*arrays, _NONE if zero_points is None else zero_points, low, high, *_range(number))
+
+
+class Descent(NamedTuple):
+    """The transposed columns of a rounded weight while codes move one by one.
+
+    Attributes:
+        quotients: float32 [in, out], the values of the codes.
+        weighed: float32 [in, out], the Hessian of the inputs times the errors of the weight.
+        changes: float32 [in, out], how errors change, of columns that are done.
+        hessian: float32 [in, in].
+        outputs: float32 [blocks, rows, rows], how errors of each block of outputs count together.
+        groups: int64 [in], row of `scales` for each column.
+        scales: float32 [groups, out].
+    """
+
+    quotients: Any
+    weighed: Any
+    changes: Any
+    hessian: Any
+    outputs: Any
+    groups: Any
+    scales: Any
+
+
+def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
+    """Set each code of columns low to high to the best one as all others are, and weigh its change in later columns.
+
+    Args:
+        weight: the columns, in which changes of all columns before `low` are weighed.
+        number: numeric format of the codes.
+        low: the first column.
+        high: the column after the last.
+    """
+    _move_panel(*weight, low, high, *_range(number))
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
@@ -800,3 +834,59 @@ def _round_panel(
                 coefficient = coefficients[column, later]
                 for i in range(into.size):
                     into[i] += f32(coefficient * error[i])
+
+
+@_compile
+def _move_panel(
+    quotients: Any,
+    weighed: Any,
+    changes: Any,
+    hessian: Any,
+    outputs: Any,
+    groups: Any,
+    scales: Any,
+    low: Any,
+    high: Any,
+    least: Any,
+    most: Any,
+    normal: Any,
+    rounds: Any,
+) -> None:
+    lowest = f32(normal).view(u32)
+    rows = outputs.shape[1]
+    pull = np.empty(rows, f32)
+
+    for block in range(outputs.shape[0]):
+        strip = slice(block * rows, (block + 1) * rows)
+        together = outputs[block]
+        for column in range(low, high):
+            line = quotients[column, strip]
+            change = changes[column, strip]
+            scale = scales[groups[column], strip]
+            square = hessian[column, column]
+
+            # How all errors pull at each code of this column.
+            pull[:] = f32(0)
+            for row in range(rows):
+                value = weighed[column, block * rows + row]
+                of_row = together[row]
+                for i in range(rows):
+                    pull[i] += f32(of_row[i] * value)
+
+            for row in range(rows):
+                best = f32(line[row] + f32(pull[row] / f32(f32(together[row, row] * square) * scale[row])))
+                moved = _nearest(best, least, most, lowest, rounds)
+                if moved == line[row]:
+                    continue
+                change[row] = f32(f32(line[row] - moved) * scale[row])
+                line[row] = moved
+                by = f32(change[row] * square)
+                of_row = together[row]
+                for i in range(rows):
+                    pull[i] += f32(of_row[i] * by)
+
+            for later in range(column + 1, high):
+                into = weighed[later, strip]
+                coefficient = hessian[column, later]
+                for i in range(rows):
+                    into[i] += f32(coefficient * change[i])

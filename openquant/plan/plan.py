@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether GPTQ weighs tokens by how much the model's answers depend on them."""
+        """Whether GPTQ weighs tokens and outputs by how much the model's answers depend on them."""
         return bool(self.options.gptq and self.options.gptq.get("tuned"))
 
     @cached_property

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import UsageError, naming
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import DTYPE_BITS, TensorInfo
-from ..machine import resident
+from ..machine import COMPILED_MEMORY, resident
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..weights.find import decoded_view
@@ -38,9 +38,13 @@ COMPARISON = 224 << 20
 # Bytes per weight that GPTQ rounds: as float32, its error, the value of its code, and copies in act-order; and the
 # number of weights that it rounds at once.
 ROUNDED, AT_ONCE = 26, 1 << 24
+# The same of weights that are tuned then: as float32, its code, its error, that times the Hessian, and what is added.
+TUNED = 24
 # Tokens that are added to a Hessian at once, if fewer come in a call, as to an expert's: 16 at a time take one and a
 # half times as long.
 ROWS = 128
+# Outputs of a layer whose errors are weighed together, with gradients.
+BLOCK = 256
 # Bytes that the allocator keeps of pieces that were freed while units are scored: one run of many took 13 MB more than
 # all that is counted.
 FREED = 32 << 20
@@ -226,18 +230,26 @@ def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemorySt
         PlanError: the quantization is not supported, or config.json does not describe it.
     """
     collecting = pass_memory(checkpoint, length) + hessian_memory(plan)
+    name, option = "rounding layers by GPTQ", "--gptq"
+    hessians, rows_at_once, per_weight = 1, 1, ROUNDED
+    if plan.is_tuned:
+        name, option = "rounding and tuning layers", "--tune"
+        collecting += curvature_memory(plan) + COMPILED_MEMORY
+        hessians, rows_at_once, per_weight = 3, BLOCK, ROUNDED + TUNED
+
     widest = 0
     for weight, _ in plan.gptq_rounded:
         rows, cols = weight.shape
         hessian = 4 * cols**2
         # A copy of the Hessian in act-order and in float64; and one that is divided by smoothing factors, if any.
         copies = hessian * (3 if plan.options.transforms is None else 4)
-        widest = max(widest, copies, hessian + ROUNDED * min(rows * cols, max(AT_ONCE, cols)))
-    return [MemoryStep("rounding layers by GPTQ", collecting + widest, "leave --gptq out")]
+        rounding = per_weight * min(rows * cols, max(AT_ONCE, cols * rows_at_once))
+        widest = max(widest, copies, hessians * hessian + rounding)
+    return [MemoryStep(name, collecting + widest, f"leave {option} out")]
 
 
-def sensitivity_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
-    """Return the steps of weighing the tokens of texts of `length` tokens, if one text is in memory at a time.
+def sensitivity_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemoryStep]:
+    """Return the steps of weighing tokens and outputs with texts of `length` tokens, one in memory at a time.
 
     Raises:
         SourceError: a scale is missing, or has another shape or dtype than config.json promises.
@@ -248,8 +260,14 @@ def sensitivity_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
     # Gradients keep all that a layer computes, and on some CPUs its weights in float32.
     layer = 3 * weights.layer + 4 * GRADIENT_WIDTHS * weights.width * length
     logits = GRADIENT_LOGITS * length * (vocabulary_of(checkpoint) or 0)
-    nbytes = weights.rest + inputs + max(layer, 3 * weights.whole_head + logits)
-    return [MemoryStep("weighing tokens", nbytes, "leave --tune out")]
+    nbytes = weights.rest + inputs + curvature_memory(plan) + max(layer, 3 * weights.whole_head + logits)
+    return [MemoryStep("weighing tokens and outputs", nbytes, "leave --tune out")]
+
+
+def curvature_memory(plan: Plan) -> int:
+    """Return the bytes of the curvatures over the outputs of all layers, in blocks on their diagonals."""
+    rows = (weight.shape[0] for weight, _ in plan.gptq_rounded if not plan.entry.experts(weight.module))
+    return sum(-(-count // BLOCK) * 4 * BLOCK**2 for count in rows)
 
 
 def hessian_nbytes(width: int) -> int:

@@ -528,11 +528,18 @@ class _Verification:
         keeps = self.facts.keeps_codes
         kept = keeps and original is not None and original.format is not None
         by_gptq = weight.module in gptq_rounded or (keeps and not kept)
+
+        scheme = None
+        if self.recomputes:
+            scheme = self._scheme_of(weight)
+        if scheme and by_gptq and self.facts.tuned and not scheme.format.shared:
+            scheme = None
+
         return TensorTask(
             weight.codes,
             weight,
             original,
-            scheme=self._scheme_of(weight) if self.recomputes else None,
+            scheme=scheme,
             # GPTQ's search is weighted by the Hessian.
             weighted_search=self.facts.weighed or by_gptq,
             gptq_rounded=by_gptq,

@@ -1,4 +1,4 @@
-"""How much each token counts: by gradients that run back through a streamed model, and in `compress --gptq --tune`."""
+"""How much tokens and outputs count: by gradients that run back through a streamed model, in `compress --gptq --tune`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conftest import EXAMPLE
 from openquant import compress
 from openquant.calibration.gptq_pass import Hessian, find_hessians, hessian_groups, round_layers
 from openquant.calibration.observers import find_hook_points
-from openquant.calibration.sensitivity import draw_gradient, find_sensitivities
+from openquant.calibration.sensitivity import Sensitivities, draw_gradient, find_sensitivities
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import OpenQuantError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -43,16 +43,20 @@ def linears_of(model: StreamedModel) -> dict[str, str]:
     return {name: name for name in find_hook_points(model)[0] if ".experts." not in name}
 
 
-def squares_by_autograd(root: Path, model: StreamedModel) -> dict[str, Tensor]:
+def by_autograd(root: Path, model: StreamedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What an ordinary model of transformers has, all of whose weights are in memory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ordinary: Any = type(model.model).from_pretrained(root, dtype=torch.float32).eval().requires_grad_(False)
     found = {name: torch.zeros(len(IDS), len(IDS[0])) for name in linears_of(model)}
+    curvatures: dict[str, Tensor] = {}
 
-    def followed(name: str, number: int, _module: object, _inputs: object, output: Any) -> None:
+    def followed(name: str, number: int, _module: object, inputs: tuple[Tensor, ...], output: Any) -> None:
         def add(gradient: Tensor) -> None:
-            found[name][number] += gradient.reshape(len(IDS[0]), -1).square().sum(-1)
+            rows = gradient.reshape(len(IDS[0]), -1)
+            found[name][number] += rows.square().sum(-1)
+            squares = inputs[0].detach().reshape(len(IDS[0]), -1).square().mean(-1)
+            curvatures[name] = curvatures.get(name, 0) + rows.T @ (squares[:, None] * rows)
 
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(add)
@@ -66,7 +70,7 @@ def squares_by_autograd(root: Path, model: StreamedModel) -> dict[str, Tensor]:
         torch.autograd.backward(logits, draw_gradient(logits, number))
         for hook in (*hooks, embeddings):
             hook.remove()
-    return found
+    return found, curvatures
 
 
 def weights(squares: Tensor) -> Tensor:
@@ -94,23 +98,37 @@ def test_gradients_are_those_of_an_ordinary_model(shelf: Shelf, architecture: st
     model = StreamedModel(open_checkpoint(root), dtype=torch.float32)
     linears = linears_of(model)
     # As many documents at once as there are, and one.
-    found, one_by_one = (find_sensitivities(model, CORPUS, linears, budget=budget) for budget in (1 << 30, 0))
-    assert found.keys() == one_by_one.keys()
-    assert all(torch.equal(found[name], one_by_one[name]) for name in found)
+    together, one_by_one = (find_sensitivities(model, CORPUS, linears, budget=budget) for budget in (1 << 30, 0))
+    for found, alone in zip(together, one_by_one, strict=True):
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], alone[name]) for name in found)
 
-    expected = {name: squares for name, squares in squares_by_autograd(root, model).items() if squares.any()}
-    assert found.keys() == expected.keys()
+    all_squares, curvatures = by_autograd(root, model)
+    expected = {name: squares for name, squares in all_squares.items() if squares.any()}
+    assert together.tokens.keys() == expected.keys()
     for name, squares in expected.items():
-        torch.testing.assert_close(found[name], weights(squares), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(together.tokens[name], weights(squares), rtol=1e-3, atol=1e-3)
+
+    assert together.outputs
+    for name, blocks in together.outputs.items():
+        rows = len(curvatures[name])
+        assert blocks.shape == (-(-rows // 256), 256, 256)
+        for number, block in enumerate(blocks):
+            part = curvatures[name][number * 256 :, number * 256 :][:256, :256]
+            inside = len(part)
+            limit = 1e-3 * float(part.abs().max())
+            torch.testing.assert_close(block[:inside, :inside], part, rtol=1e-3, atol=limit)
+            assert not block[inside:].any() and not block[:, inside:].any()
 
 
 def test_a_group_has_the_sum_of_its_layers(shelf: Shelf) -> None:
     model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")), dtype=torch.float32)
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
-    together = find_sensitivities(model, CORPUS, dict.fromkeys(names, "all"), budget=0)["all"]
-    squares = squares_by_autograd(shelf.source("Qwen3ForCausalLM"), model)
+    together = find_sensitivities(model, CORPUS, dict.fromkeys(names, "all"), budget=0)
+    assert together.outputs.keys() == set(names)
+    squares, _ = by_autograd(shelf.source("Qwen3ForCausalLM"), model)
     expected = sum(squares[name] for name in names)
-    torch.testing.assert_close(together, weights(expected), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(together.tokens["all"], weights(expected), rtol=1e-3, atol=1e-3)
 
 
 def test_the_curvature_of_the_kl_is_the_covariance_of_what_is_drawn() -> None:
@@ -152,7 +170,7 @@ def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: 
         groups = hessian_groups(find_hessians(model, plan).values(), plan.entry)
         store = LayerStore(tmp_path / name, "0" * 64)
         store.claim()
-        sensitivities = dict.fromkeys(groups.values(), weights) if weighed else None
+        sensitivities = Sensitivities(dict.fromkeys(groups.values(), weights), {}) if weighed else None
         round_layers(model, plan, corpus, store, kernels, max_hessian_bytes=1 << 30, sensitivities=sensitivities)
         return [path.read_bytes() for path in sorted((tmp_path / name).glob("*.safetensors"))]
 
@@ -175,7 +193,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_output_says_how_it_was_made(made: Path, tmp_path: Path) -> None:
     texts = "4 x 64 tokens (openquant texts for calibration)"
     assert (
-        f"| rounded by | GPTQ, {texts}, each token by how much answers depend on it |\n"
+        f"| rounded by | GPTQ, {texts}, tokens and outputs by how much answers depend on them |\n"
         in (made / "README.md").read_text()
     )
     compress(EXAMPLE, tmp_path / "alike", "int4", **{**SMALL, "tune": False})
@@ -217,7 +235,7 @@ def job() -> Iterator[Job]:
         yield found
 
 
-def test_ranks_share_the_documents(made: Path, job: Job, tmp_path: Path) -> None:
+def test_of_several_ranks_the_first_does_it(made: Path, job: Job, tmp_path: Path) -> None:
     done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", *WORDS)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("weighing 4 documents of 64 tokens") == 1
@@ -225,14 +243,17 @@ def test_ranks_share_the_documents(made: Path, job: Job, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_it_cannot_be_used_with(tmp_path: Path) -> None:
+def test_what_it_cannot_be_used_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, message in (
-        ({"tune": True}, "--tune says how GPTQ weighs tokens"),
+        ({"tune": True}, "--tune says how GPTQ weighs tokens and outputs"),
         ({**SMALL, "stream": True}, "--tune reads shards several times, which --stream deletes"),
     ):
         with pytest.raises(UsageError) as caught:
             compress(EXAMPLE, tmp_path / "out", "int4", **options)
         assert caught.value.message == message
+    monkeypatch.setattr("openquant.api.find_spec", lambda _: None)
+    with pytest.raises(UsageError, match="^--tune needs numba$"):
+        compress(EXAMPLE, tmp_path / "out", "int4", **SMALL)
     assert not list(tmp_path.iterdir())
 
 

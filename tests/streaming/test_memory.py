@@ -94,11 +94,11 @@ def test_less_than_a_step_takes_is_refused_before_anything_is_run(
         found = re.fullmatch(rf"error: a memory of {limit} bytes is too little: (.+) takes up to ([\d,]+)", error)
         assert out == "" and found is not None, verb
         assert re.match(r"hint: give --max-memory [\d.]+[MG]B or more", hint), verb
-    for verb, step, option in (("gptq", "rounding layers by GPTQ", "--gptq"), ("tune", "weighing tokens", "--tune")):
+    for verb, step in (("gptq", "rounding layers by GPTQ"), ("tune", "rounding and tuning layers")):
         assert main([*words(verb, wide, stored, tmp_path / "out"), "--dry-run", "--max-memory", "0"]) == 2
         error, hint = capsys.readouterr().err.strip().splitlines()
         assert error.startswith(f"error: a memory of 0 bytes is too little: {step} takes up to ")
-        assert hint.endswith(f" or more, or leave {option} out")
+        assert hint.endswith(f" or more, or leave --{verb} out")
     assert list(tmp_path.iterdir()) == []
 
 
