@@ -69,6 +69,22 @@ WALKED_QUICKLY = re.compile(
 )
 
 
+# The files that take longest, which begin first: the last one to end has all processors but one for nothing.
+LONGEST = (
+    "serve/test_serve.py",
+    "serve/test_sglang.py",
+    "web/test_page.py",
+    "registry/test_every_architecture.py",
+    "hub/test_push.py",
+    "serve/test_serve_four_bits.py",
+    "serve/test_serve_pooled.py",
+    "serve/test_serve_real_model.py",
+    "test_real_models.py",
+    "space/test_static_page.py",
+    "test_distributed.py",
+    "weights/test_find.py",
+)
+
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
 # too, and answers over HTTP but for one; launchers of ranks; scores of all architectures, and those of a run that goes on;
 # a job on the Hub that is cancelled; how work grows; what is installed and what benchmarks print.
@@ -94,10 +110,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `-m quick` runs, and leave what is for the night to it."""
+    """Mark what `-m quick` runs, leave what is for the night to it, and begin with the longest files."""
     later = []
-    for item in items:
-        file = item.path.relative_to(ROOT / "tests").as_posix()
+    files = {item: item.path.relative_to(ROOT / "tests").as_posix() for item in items}
+    for item, file in files.items():
         walked = file == "registry/test_every_architecture.py" and WALKED_QUICKLY.search(item.name)
         if file in QUICK or walked:
             item.add_marker(pytest.mark.quick)
@@ -105,7 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not everything() and (file in NIGHTLY or test in NIGHTLY):
             later.append(item)
     config.hook.pytest_deselected(items=later)
-    items[:] = [item for item in items if item not in later]
+    left = [item for item in items if item not in later]
+    items[:] = sorted(left, key=lambda item: LONGEST.index(files[item]) if files[item] in LONGEST else len(LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)
