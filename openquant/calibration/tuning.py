@@ -184,7 +184,8 @@ class _Tuning:
 
             stored = torch.from_numpy(self.fmt.nearest_scales(refitted.numpy(), self.global_scale))
             stored = torch.where(torch.isfinite(stored) & (stored * scale > 0), stored, scale)
-            weighed[columns.stop :] -= self.hessian[columns.stop :, columns] @ (values * (stored - scale))
+            later = slice(columns.stop, None)
+            weighed[later].addmm_(self.hessian[later, columns], values * (scale - stored))
             self.scales[group] = stored
 
     def move_codes(self) -> None:
