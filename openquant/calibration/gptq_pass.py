@@ -114,7 +114,7 @@ def round_layers(
     for name, group in hessian_groups(units.values(), plan.entry).items():
         hessian = units[model.unit_of(name)].linears[name]
         hessian.sensitivity = tokens.get(group)
-        hessian.outputs |= {module: outputs[name] for module, linear in hessian.linears.items() if linear in outputs}
+        hessian.outputs = {module: outputs[linear] for module, linear in hessian.linears.items() if linear in outputs}
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}

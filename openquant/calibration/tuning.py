@@ -59,6 +59,7 @@ def tune_rounding(
         The quotients and scales, shaped as those given. Scales of whole rows and of groups of a row move, unless they
         are powers of two; all of them can be stored.
     """
+    assert len(outputs) == -(-len(weight) // BLOCK)
     tuning = _Tuning(weight, quotients, scale, zero_point, hessian, _steady(outputs), fmt, global_scale)
     for _ in range(ROUNDS):
         tuning.refit_scales()

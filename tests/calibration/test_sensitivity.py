@@ -178,6 +178,31 @@ def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: 
     assert rounded("alike", 3, weighed=False) != rounded("again", 3, weighed=True)
 
 
+def test_each_weight_is_tuned_by_the_curvature_of_its_own_outputs(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shelf.source("Qwen3ForCausalLM")
+    checkpoint, weights = open_checkpoint(root), small_checkpoints.read(root)
+    plan = make_plan(checkpoint, SCHEMES["channel"], PlanOptions(gptq=CORPUS.account))
+    model = StreamedModel(checkpoint)
+    names = list(hessian_groups(find_hessians(model, plan).values(), plan.entry))
+    outputs = {name: torch.rand(-(-len(weights[f"{name}.weight"]) // 256), 256, 256) for name in names}
+    found = {}
+
+    def tune(weight: Tensor, quotients: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        [name] = [name for name in names if weights[f"{name}.weight"].float().equal(weight)]
+        found[name] = rest[2]
+        return quotients, scale
+
+    monkeypatch.setattr("openquant.calibration.gptq_pass.tune_rounding", tune)
+    store = LayerStore(tmp_path / "store", "0" * 64)
+    store.claim()
+    sensitivities = Sensitivities({}, outputs)
+    round_layers(model, plan, CORPUS, store, kernels, max_hessian_bytes=1 << 30, sensitivities=sensitivities)
+    assert len(names) == 14 and found.keys() == outputs.keys()
+    assert all(torch.equal(found[name], outputs[name]) for name in names)
+
+
 def shards(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.glob("*.safetensors")}
 
