@@ -113,11 +113,11 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
-# Dense, with experts one by one, with stacks of them, with a vision tower; each scheme with one of them, and all that
-# are made by hand with the default.
+# Dense, with experts one by one, with stacks of them, with a vision tower; each scheme with one of them, and all of the
+# first release with the default.
 KINDS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Gemma3ForConditionalGeneration")
 CONVERTED = [
-    *((architecture, VARIANTS[0]) for architecture in small_checkpoints.HAND_MADE),
+    *((architecture, VARIANTS[0]) for architecture in small_checkpoints.FIRST),
     *((KINDS[number % 4], scheme) for number, scheme in enumerate(VARIANTS[1:])),
 ]
 

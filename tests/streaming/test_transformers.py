@@ -26,7 +26,7 @@ DENSE = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"]
 ALL = [
     name
     for name in small_checkpoints.ARCHITECTURES
-    if not (name in small_models.MODELS and small_models.MODELS[name].alone)
+    if not small_models.MODELS[name].alone
     and MODELS[name].transformers_reads_blocks
     and all(experts.transformers for experts in MODELS[name].experts)
     and small_checkpoints.refused(name, BLOCK) is None
@@ -77,8 +77,7 @@ def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Te
     import transformers
 
     architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    small = small_models.MODELS.get(architecture)
-    architecture, _ = (small and small.made_as) or (architecture, "")
+    architecture, _ = small_models.MODELS[architecture].made_as or (architecture, "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, report = getattr(transformers, architecture).from_pretrained(
@@ -153,7 +152,7 @@ def test_compressed_tensors_output_is_read(shelf: Shelf, tmp_path: Path, subtest
             expected = logits(plain, tokens())
             options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
             assert torch.equal(logits(output, tokens(), **options), expected)
-            if architecture in small_checkpoints.HAND_MADE:
+            if architecture in small_checkpoints.FIRST:
                 # Scales rounded to bfloat16, and activations as the config says.
                 found = logits(output, tokens())
                 assert distance(found, expected) < (0.15 if scheme.format.input_global_scale is None else 0.4)

@@ -19,7 +19,6 @@ from openquant.streaming import transformers_internals
 from support import small_models
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
-VISION = 128
 
 COMMON = {
     "hidden_size": HIDDEN,
@@ -40,44 +39,21 @@ COMMON = {
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     "dtype": "bfloat16",
 }
-GEMMA_TEXT = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": HEAD_DIM,
-    "sliding_window": 512,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-}
-LLAMA4_TEXT = {
-    "intermediate_size": 128,
-    "intermediate_size_mlp": MLP,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "moe_layers": [1],
-    "use_qk_norm": True,
-    "no_rope_layers": [1, 0],
-    "layer_types": ["chunked_attention", "full_attention"],
-    "attention_chunk_size": 512,
-    "attn_temperature_tuning": True,
-}
 
+# Their shapes are written here: most tests want these models, and transformers takes seconds to import.
 HAND_MADE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
     "Llama4ForCausalLM",
-    "Llama4ForConditionalGeneration",
 )
-ARCHITECTURES = (*HAND_MADE, *small_models.MODELS)
+# Those of the first release.
+FIRST = (*HAND_MADE, "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration")
+ARCHITECTURES = tuple(small_models.MODELS)
 # Those that transformers has.
-STREAMED = (*HAND_MADE, *(name for name, small in small_models.MODELS.items() if small.streamed))
+STREAMED = tuple(name for name, small in small_models.MODELS.items() if small.streamed)
 # Those of them that the installed release cannot run itself.
 FAILING = tuple(
     name for name, release in transformers_internals.FAILING if version("transformers").startswith(f"{release}.")
@@ -87,92 +63,17 @@ RUNNABLE = tuple(name for name in STREAMED if name not in FAILING)
 
 def config(architecture: str, vocab: int = 512) -> dict[str, Any]:
     """config.json of a small model."""
-    common = {**COMMON, "vocab_size": vocab}
-    if architecture in small_models.MODELS:
-        return small_models.config(architecture, common)
-    name = {"architectures": [architecture]}
-    if architecture == "LlamaForCausalLM":
-        return {**name, "model_type": "llama", **common, "mlp_bias": False}
-    if architecture == "MistralForCausalLM":
-        return {**name, "model_type": "mistral", **common, "sliding_window": None}
-    if architecture == "Qwen3ForCausalLM":
-        return {**name, "model_type": "qwen3", **common, "use_sliding_window": False, "sliding_window": None}
-    if architecture == "Qwen3MoeForCausalLM":
-        moe = {
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],
-        }
-        return {**name, "model_type": "qwen3_moe", **common, **moe}
-    if architecture == "Gemma3ForCausalLM":
-        return {**name, "model_type": "gemma3_text", **common, **GEMMA_TEXT}
-    if architecture == "Gemma3ForConditionalGeneration":
-        vision = {
-            "model_type": "siglip_vision_model",
-            "hidden_size": VISION,
-            "intermediate_size": 192,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "vision_use_head": False,
-        }
-        text = {"model_type": "gemma3_text", **common, **GEMMA_TEXT}
-        return {
-            **name,
-            "model_type": "gemma3",
-            "text_config": text,
-            "vision_config": vision,
-            "mm_tokens_per_image": 4,
-            "boi_token_index": 5,
-            "eoi_token_index": 6,
-            "image_token_index": 7,
-            "tie_word_embeddings": True,
-            "dtype": "bfloat16",
-        }
-    if architecture == "Llama4ForCausalLM":
-        return {**name, "model_type": "llama4_text", **common, **LLAMA4_TEXT}
-    if architecture == "Llama4ForConditionalGeneration":
-        vision = {
-            "model_type": "llama4_vision_model",
-            "hidden_size": VISION,
-            "intermediate_size": 4 * VISION,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "pixel_shuffle_ratio": 0.5,
-            "projector_input_dim": VISION,
-            "projector_output_dim": VISION,
-            "vision_output_dim": VISION,
-        }
-        text = {"model_type": "llama4_text", **common, **LLAMA4_TEXT}
-        return {
-            **name,
-            "model_type": "llama4",
-            "text_config": text,
-            "vision_config": vision,
-            "boi_token_index": 5,
-            "eoi_token_index": 6,
-            "image_token_index": 7,
-            "dtype": "bfloat16",
-        }
-    raise KeyError(architecture)
+    return small_models.config(architecture, {**COMMON, "vocab_size": vocab})
 
 
 def shapes(architecture: str, vocab: int = 512) -> dict[str, tuple[int, ...]]:
     """Every tensor of a small model, in the order of the real files."""
-    if architecture in small_models.MODELS:
+    if architecture not in HAND_MADE:
         return small_models.shapes(architecture, json.dumps(config(architecture, vocab)))
-    wrapped = architecture.endswith("ForConditionalGeneration")
-    model = "language_model.model" if wrapped else "model"
-    found: dict[str, tuple[int, ...]] = {f"{model}.embed_tokens.weight": (vocab, HIDDEN)}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, HIDDEN)}
     gemma, llama4 = architecture.startswith("Gemma3"), architecture.startswith("Llama4")
     for number in range(LAYERS):
-        layer = f"{model}.layers.{number}"
+        layer = f"model.layers.{number}"
         found[f"{layer}.input_layernorm.weight"] = (HIDDEN,)
         found[f"{layer}.post_attention_layernorm.weight"] = (HIDDEN,)
         if gemma:
@@ -195,11 +96,9 @@ def shapes(architecture: str, vocab: int = 512) -> dict[str, tuple[int, ...]]:
                 _mlp(found, f"{layer}.mlp.experts.{expert}", 128)
         else:
             _mlp(found, f"{layer}.{'feed_forward' if llama4 else 'mlp'}", MLP)
-    found[f"{model}.norm.weight"] = (HIDDEN,)
+    found["model.norm.weight"] = (HIDDEN,)
     if not gemma:
-        found["language_model.lm_head.weight" if wrapped else "lm_head.weight"] = (vocab, HIDDEN)
-    if wrapped:
-        found |= _gemma3_vision() if gemma else _llama4_vision()
+        found["lm_head.weight"] = (vocab, HIDDEN)
     return found
 
 
@@ -209,76 +108,19 @@ def _mlp(found: dict[str, tuple[int, ...]], path: str, size: int) -> None:
     found[f"{path}.down_proj.weight"] = (HIDDEN, size)
 
 
-def _gemma3_vision() -> dict[str, tuple[int, ...]]:
-    tower = "vision_tower.vision_model"
-    layer = f"{tower}.encoder.layers.0"
-    found: dict[str, tuple[int, ...]] = {
-        f"{tower}.embeddings.patch_embedding.weight": (VISION, 3, 14, 14),
-        f"{tower}.embeddings.patch_embedding.bias": (VISION,),
-        f"{tower}.embeddings.position_embedding.weight": (16, VISION),
-        f"{tower}.post_layernorm.weight": (VISION,),
-        f"{tower}.post_layernorm.bias": (VISION,),
-        f"{layer}.mlp.fc1.weight": (192, VISION),
-        f"{layer}.mlp.fc1.bias": (192,),
-        f"{layer}.mlp.fc2.weight": (VISION, 192),
-        f"{layer}.mlp.fc2.bias": (VISION,),
-        "multi_modal_projector.mm_input_projection_weight": (VISION, HIDDEN),
-        "multi_modal_projector.mm_soft_emb_norm.weight": (VISION,),
-    }
-    for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        found[f"{layer}.self_attn.{part}.weight"] = (VISION, VISION)
-        found[f"{layer}.self_attn.{part}.bias"] = (VISION,)
-    for norm in ("layer_norm1", "layer_norm2"):
-        found[f"{layer}.{norm}.weight"] = (VISION,)
-        found[f"{layer}.{norm}.bias"] = (VISION,)
-    return found
-
-
-def _llama4_vision() -> dict[str, tuple[int, ...]]:
-    layer = "vision_model.model.layers.0"
-    found: dict[str, tuple[int, ...]] = {
-        "vision_model.class_embedding": (VISION,),
-        "vision_model.patch_embedding.linear.weight": (VISION, 3 * 14 * 14),
-        "vision_model.positional_embedding_vlm": (17, VISION),
-        f"{layer}.mlp.fc1.weight": (4 * VISION, VISION),
-        f"{layer}.mlp.fc1.bias": (4 * VISION,),
-        f"{layer}.mlp.fc2.weight": (VISION, 4 * VISION),
-        f"{layer}.mlp.fc2.bias": (VISION,),
-        "vision_model.vision_adapter.mlp.fc1.weight": (VISION, 4 * VISION),
-        "vision_model.vision_adapter.mlp.fc2.weight": (VISION, VISION),
-        "multi_modal_projector.linear_1.weight": (HIDDEN, VISION),
-    }
-    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        found[f"{layer}.self_attn.{part}.weight"] = (VISION, VISION)
-        found[f"{layer}.self_attn.{part}.bias"] = (VISION,)
-    for norm in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"):
-        found[f"{norm}.weight"] = (VISION,)
-        found[f"{norm}.bias"] = (VISION,)
-    for norm in ("layernorm_pre", "layernorm_post"):
-        found[f"vision_model.{norm}.weight"] = (VISION,)
-        found[f"vision_model.{norm}.bias"] = (VISION,)
-    return found
-
-
 def tensors(architecture: str, seed: int = 0, dtype: str = "bfloat16", vocab: int = 512) -> dict[str, torch.Tensor]:
     """Random weights; norms near one (Gemma's near zero, which it adds one to)."""
-    generator = torch.Generator().manual_seed(seed)
-    zero_norms = (
-        small_models.MODELS[architecture].zero_norms
-        if architecture in small_models.MODELS
-        else architecture.startswith("Gemma3")
-    )
-    centre = 0.0 if zero_norms else 1.0
-    indices = small_models.MODELS[architecture].indices if architecture in small_models.MODELS else {}
+    generator, small = torch.Generator().manual_seed(seed), small_models.MODELS[architecture]
+    centre = 0.0 if small.zero_norms else 1.0
     found = {}
     for name, shape in shapes(architecture, vocab).items():
         value = torch.randn(shape, generator=generator) * 0.05
         if "norm" in name and len(shape) == 1 and name.endswith("weight"):
             value += centre
         found[name] = value.to(getattr(torch, dtype))
-    if architecture in small_models.MODELS:
+    if architecture not in HAND_MADE:
         found |= small_models.constants(architecture, json.dumps(config(architecture, vocab)))
-    for name, below in ((name, below) for name in found for end, below in indices.items() if name.endswith(end)):
+    for name, below in ((name, below) for name in found for end, below in small.indices.items() if name.endswith(end)):
         rows, chosen = found[name].shape
         found[name] = torch.rand(rows, below, generator=generator).argsort(-1)[:, :chosen].contiguous()
     return found
