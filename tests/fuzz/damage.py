@@ -13,6 +13,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ def text_of(rng: random.Random, value: Any) -> bytes:
     return text.encode(errors="replace")
 
 
-def _json_file(rng: random.Random, path: Path) -> str | None:
+def _json_file(rng: random.Random, root: Path, name: str) -> str | None:
+    path = root / name
     try:
         value = json.loads(contents(path) or b"")
     except (ValueError, RecursionError):
@@ -164,18 +166,6 @@ def _json_file(rng: random.Random, path: Path) -> str | None:
         value = change_tree(rng, value)
     _write(path, text_of(rng, value))
     return f"{path.name}: entries changed"
-
-
-def _config(rng: random.Random, root: Path) -> str | None:
-    return _json_file(rng, root / "config.json")
-
-
-def _index(rng: random.Random, root: Path) -> str | None:
-    return _json_file(rng, root / INDEX)
-
-
-def _journal(rng: random.Random, root: Path) -> str | None:
-    return _json_file(rng, root / JOURNAL)
 
 
 def _quantization(rng: random.Random, root: Path) -> str | None:
@@ -390,7 +380,8 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+_config = partial(_json_file, name="config.json")
 WAYS: list[Callable[[random.Random, Path], str | None]] = [
-    _config, _config, _index, _journal, _quantization, _quantization, _header, _header, _tensor, _tensor,
+    _config, _config, partial(_json_file, name=INDEX), partial(_json_file, name=JOURNAL), _quantization, _quantization, _header, _header, _tensor, _tensor,
     _tensor, _bytes, _kind, _extra,
 ]  # fmt: skip

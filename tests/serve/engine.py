@@ -9,9 +9,8 @@ Each line of stdin is a question, [mode, output, environment, *directories] in J
     layers
     auto, fp8      what is kept of a token in a cache of that dtype
 
-Answers lie in OUTPUT, one for each directory, and last `done`. Importing vLLM takes
-longer than a tiny model does, so it is imported once and each directory gets a fork of that process: no state is left
-from one model to the next, and one that fails takes no other down. As many run at a time as there are CPUs.
+Answers lie in OUTPUT, one for each directory, and last `done`. Importing vLLM takes longer than a tiny model does, so it
+is imported once and each directory gets a fork of that process, as many at a time as there are CPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ import configurations
 import numpy as np
 import torch  # Before vLLM, whose CPU build finds OpenMP through it.
 from vllm import LLM, SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
@@ -178,22 +178,29 @@ def select_backend(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, N
     return UnquantizedMoeBackend.CPU, None
 
 
-def layers(directory: Path) -> dict[str, Any]:
-    """Which layers vLLM builds as FP8, whether the directory's weights fill the model, and scales of keys and values."""
+@contextmanager
+def built(directory: Path, **options: Any) -> Iterator[tuple[VllmConfig, torch.nn.Module]]:
+    """A model without its weights, within what vLLM builds it in."""
     config = EngineArgs(
         model=str(directory),
         dtype="bfloat16",
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=LENGTH,
-        model_loader_extra_config=TRACKED,
         skip_tokenizer_init=True,
+        **options,
     ).create_engine_config()
     with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as rendezvous:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         with set_default_torch_dtype(torch.bfloat16):
             model = initialize_model(config)
+        yield config, model
+
+
+def layers(directory: Path) -> dict[str, Any]:
+    """Which layers vLLM builds as FP8, whether the directory's weights fill the model, and scales of keys and values."""
+    with built(directory, model_loader_extra_config=TRACKED) as (config, model):
         quantized = {
             getattr(module, "layer_name", name): isinstance(module.quant_method, QUANTIZED)
             for name, module in model.named_modules()
@@ -215,20 +222,7 @@ def cache(directory: Path, dtype: str) -> dict[str, tuple[str, int, int]]:
     # On a CPU that multiplies bfloat16, vLLM keeps recurrent states in float32, whatever config.json and its
     # options leave it to choose (platforms/cpu.py:303). On GPUs it does not.
     torch.cpu._is_avx512_bf16_supported = lambda: False
-    config = EngineArgs(
-        model=str(directory),
-        dtype="bfloat16",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        max_model_len=LENGTH,
-        kv_cache_dtype=dtype,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as rendezvous:
-        init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        with set_default_torch_dtype(torch.bfloat16):
-            initialize_model(config)
+    with built(directory, kv_cache_dtype=dtype) as (config, _):
         # Experts are among them, which keep nothing.
         named = config.compilation_config.static_forward_context.items()
         specs = {name: layer.get_kv_cache_spec(config) for name, layer in named if hasattr(layer, "get_kv_cache_spec")}
@@ -244,10 +238,9 @@ def answer(mode: str, directory: Path, output: Path, environment: dict[str, str]
         for name in json.loads((directory / "config.json").read_text())["architectures"]:
             if name in ModelRegistry.models:
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-        if mode == "logprobs":
-            np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
-        elif mode == "pooled":
-            np.save(output.with_suffix(".npy"), pooled(directory, random_prompts(vocabulary_of(directory))))
+        if mode in ("logprobs", "pooled"):
+            ask = logprobs if mode == "logprobs" else pooled
+            np.save(output.with_suffix(".npy"), ask(directory, random_prompts(vocabulary_of(directory))))
         elif mode == "text" or mode.endswith(".json"):
             prompts = json.loads((TEXT if mode == "text" else Path(mode)).read_text())
             np.save(output.with_suffix(".npy"), logprobs(directory, prompts))

@@ -1,6 +1,4 @@
-"""What the tests here need around engines: whether they can run, questions to engine.py and sglang_engine.py, and
-`vllm serve`.
-"""
+"""Around engines: whether they can run, questions to engine.py and sglang_engine.py, and `vllm serve`."""
 
 from __future__ import annotations
 
@@ -92,17 +90,11 @@ class Engine:
 
     def layers(self, directories: Sequence[Path], output: Path) -> list[dict[str, Any] | EngineError]:
         """What engine.py's `layers` says of each model."""
-        return [
-            found if isinstance(found, EngineError) else json.loads(found.read_text())
-            for found in self._ask("layers", directories, output)
-        ]
+        return _objects(self._ask("layers", directories, output))
 
     def cache(self, directories: Sequence[Path], output: Path, dtype: str) -> list[dict[str, Any] | EngineError]:
         """What engine.py's `cache` says of each model, with a cache of that dtype: "auto" or "fp8"."""
-        return [
-            found if isinstance(found, EngineError) else json.loads(found.read_text())
-            for found in self._ask(dtype, directories, output)
-        ]
+        return _objects(self._ask(dtype, directories, output))
 
     def _ask(
         self, mode: str, directories: Sequence[Path], output: Path, **environment: str
@@ -162,10 +154,7 @@ class Loader:
             status = process.wait(ANSWER_SECONDS)
         if status:
             raise EngineError(f"sglang_engine.py exited with {status}\n{_end(log)}")
-        return [
-            found if isinstance(found, EngineError) else json.loads(found.read_text())
-            for found in _answers(output, len(asked), log)
-        ]
+        return _objects(_answers(output, len(asked), log))
 
 
 def has_amx() -> bool:
@@ -235,6 +224,10 @@ def _answers(output: Path, count: int, log: Path) -> list[Path | EngineError]:
         else:
             answers.append(EngineError(found.read_text()) if found.suffix == ".error" else found)
     return answers
+
+
+def _objects(answers: list[Path | EngineError]) -> list[dict[str, Any] | EngineError]:
+    return [found if isinstance(found, EngineError) else json.loads(found.read_text()) for found in answers]
 
 
 @contextmanager

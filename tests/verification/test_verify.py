@@ -26,12 +26,10 @@ from openquant.formats.schemes import BLOCK, INT8_W8A16, SCHEMES, TENSOR
 from openquant.report import text
 from support import small_checkpoints
 from support.conversions import Shelf
-from support.quantized_checkpoints import BLOCKS, Make, by_blocks, by_rows, by_tensor, group, store
+from support.quantized_checkpoints import BLOCKS, FP8, Make, Weights, by_blocks, by_rows, by_tensor, group, store
 from support.representatives import in_all_ways
 from support.small_checkpoints import change_weights
 
-FP8 = torch.float8_e4m3fn
-Weights = dict[str, torch.Tensor]
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
 DOWN = "model.layers.0.mlp.down_proj"
 ONE = "model.safetensors"
@@ -261,15 +259,19 @@ def test_a_missing_or_short_shard(tmp_path: Path) -> None:
     assert verify(tmp_path / "out").problems == (f"{name} is missing from {tmp_path / 'out'}",)
 
 
+def change_lists(out: Path, change: Callable[[list[str]], object]) -> None:
+    """Change both lists of unquantized layers."""
+
+    def both(config: dict[str, Any]) -> None:
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            change(config["quantization_config"][key])
+
+    change_json(out / "config.json", both)
+
+
 def test_a_listed_layer_that_is_quantized(ours: tuple[Path, Path]) -> None:
     source, out = ours
-    lists = ("ignored_layers", "modules_to_not_convert")
-
-    def add(config: dict[str, Any]) -> None:
-        for key in lists:
-            config["quantization_config"][key].append(DOWN)
-
-    change_json(out / "config.json", add)
+    change_lists(out, lambda listed: listed.append(DOWN))
     message = f"{ONE}: {DOWN}.weight is F8_E4M3, but ignored_layers lists {DOWN}"
     assert verify(out).problems == (message,)
     assert verify(out, source, full=True).problems == (
@@ -277,20 +279,12 @@ def test_a_listed_layer_that_is_quantized(ours: tuple[Path, Path]) -> None:
     )  # fmt: skip
 
 
-def remove(out: Path, *names: str) -> None:
-    def change(config: dict[str, Any]) -> None:
-        for key in ("ignored_layers", "modules_to_not_convert"):
-            for name in names:
-                config["quantization_config"][key].remove(name)
-
-    change_json(out / "config.json", change)
-
-
 def test_an_unquantized_layer_that_is_not_listed(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     out = tmp_path / "out"
     compress(source, out, ignore=["model.layers.0.mlp.*"])
-    remove(out, "model.layers.1.mlp.gate", DOWN, "model.layers.0.mlp.gate_up_proj")
+    for name in ("model.layers.1.mlp.gate", DOWN, "model.layers.0.mlp.gate_up_proj"):
+        change_lists(out, lambda listed, name=name: listed.remove(name))
     expected = (
         f"{ONE}: {DOWN}.weight is BF16, but ignored_layers does not list {DOWN}",
         f"{ONE}: model.layers.0.mlp.gate_proj.weight is BF16, but ignored_layers does not list model.layers.0.mlp.gate_up_proj",
@@ -306,11 +300,9 @@ def test_joined_layers_and_experts_of_mixed_status(tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(source, out)
     expert = "model.layers.1.mlp.experts.2.down_proj"
-    change_weights(out, unquantize(K))
-    change_weights(out, unquantize(expert))
     for module in (K, expert):
-        for key in ("ignored_layers", "modules_to_not_convert"):
-            change_json(out / "config.json", lambda config, k=key, m=module: config["quantization_config"][k].append(m))
+        change_weights(out, unquantize(module))
+        change_lists(out, lambda listed, module=module: listed.append(module))
     problems = verify(out).problems
     assert [problem for problem in problems if "in one format" in problem] == [
         f"{ONE}: {Q}.weight is F8_E4M3 and {K}.weight is BF16, but engines need both in one format",
@@ -392,17 +384,13 @@ def test_tensors_that_are_not_the_source_s(ours: tuple[Path, Path]) -> None:
     )
 
 
-def disown(out: Path) -> None:
-    """Make it another tool's: neither journal nor card says that this program made it."""
-    (out / ".openquant.json").unlink()
-    (out / "README.md").unlink()
-
-
 def test_a_wrong_scale_shows_when_decoded(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     out = tmp_path / "out"
     compress(source, out, "block")
-    disown(out)
+    # Neither journal nor card says that this program made it.
+    for name in (".openquant.json", "README.md"):
+        (out / name).unlink()
     scale = f"{DOWN}.weight_scale_inv"
     change_weights(out, lambda weights: weights[scale][1, 2].mul_(1.1))
     assert verify(out, source).problems == ()
@@ -425,16 +413,8 @@ def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> Non
     problems = verify(out).problems
     assert len(problems) == 14
     assert f"{ONE}: {DOWN}.weight has no {DOWN}.input_scale, but its activations are static" in problems
-    change_weights(
-        out,
-        lambda weights: weights.update(
-            {
-                name.replace(".weight_scale", ".input_scale"): torch.ones(1)
-                for name in list(weights)
-                if "weight_scale" in name
-            }
-        ),
-    )
+    names = [name.replace("weight_scale", "input_scale") for name in load_file(out / ONE) if "weight_scale" in name]
+    change_weights(out, lambda weights: weights.update({name: torch.ones(1) for name in names}))
     assert verify(out).problems == ()
     change_weights(out, spoil(f"{DOWN}.input_scale", 0.0))
     assert verify(out).problems == (f"{ONE}: {DOWN}.input_scale holds 0 at [0]: scales are finite and above zero",)
@@ -580,8 +560,7 @@ def test_an_output_is_checked_by_the_entry_it_was_made_with(tmp_path: Path) -> N
     # The generic entry says nothing of engines. Of the source it plans the same.
     for architecture in (None, "generic"):
         assert_clean(verify(out, source, full=True, architecture=architecture), note)
-    for key in ("ignored_layers", "modules_to_not_convert"):
-        change_json(out / "config.json", lambda config, key=key: config["quantization_config"][key].remove(DOWN))
+    change_lists(out, lambda listed: listed.remove(DOWN))
     assert verify(out).problems == ()
     (problem,) = verify(out, architecture="Qwen3ForCausalLM").problems
     assert DOWN in problem
