@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress
 from openquant.cli.commands import main
 from openquant.errors import UsageError
@@ -101,16 +101,9 @@ def test_an_evaluation_lies_beside_its_output_under_its_own_names(place: Path) -
     assert {name for name in again if again[name] != first[name]} == {"eval.json", "eval.html", "eval.png"}
 
 
-def other_model(place: Path) -> Path:
-    """A model of the same shapes and another config."""
-    other = shutil.copytree(place / "source", place / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2e-6}))
-    return other
-
-
 def test_a_calibration_of_another_model_needs_overwrite(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = other_model(place)
+    other = shutil.copytree(place / "source", place / "other")
+    change_json(other / "config.json", lambda config: config.update(rms_norm_eps=2e-6))
     words = [*SMALL, "-o", "c.safetensors"]
     assert main(["calibrate", "source", *words]) == 0
     # Of the same model it is replaced, whatever the texts.

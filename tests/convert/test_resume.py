@@ -33,7 +33,7 @@ import os, signal, sys, threading
 from openquant.files import shardfile
 from openquant.cli.commands import compress_main
 
-how, moment, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+how, moment, count = sys.argv[1], sys.argv[2].split("-"), int(sys.argv[3])
 calls = iter(range(10**6))
 
 def strike():
@@ -42,31 +42,23 @@ def strike():
     os.kill(os.getpid(), getattr(signal, "SIG" + how))
     threading.Event().wait(0.3)
 
-def before(owner, name):
-    real = getattr(owner, name)
-    def wrapped(*arguments, **options):
-        if next(calls) == count:
-            strike()
-        return real(*arguments, **options)
-    setattr(owner, name, wrapped)
+owner, name = {
+    "rename": (os, "replace"),
+    "write": (shardfile.ShardFile, "write"),
+    "held": (shardfile.ShardFile, "_write_pending"),
+    "unlink": (os, "unlink"),
+}[moment[1]]
+real = getattr(owner, name)
 
-def after(owner, name):
-    real = getattr(owner, name)
-    def wrapped(*arguments, **options):
-        result = real(*arguments, **options)
-        if next(calls) == count:
-            strike()
-        return result
-    setattr(owner, name, wrapped)
+def wrapped(*arguments, **options):
+    if moment[0] == "before" and next(calls) == count:
+        strike()
+    result = real(*arguments, **options)
+    if moment[0] == "after" and next(calls) == count:
+        strike()
+    return result
 
-{"before": before, "after": after}[moment.split("-")[0]](
-    *{
-        "rename": (os, "replace"),
-        "write": (shardfile.ShardFile, "write"),
-        "held": (shardfile.ShardFile, "_write_pending"),
-        "unlink": (os, "unlink"),
-    }[moment.split("-")[1]]
-)
+setattr(owner, name, wrapped)
 sys.exit(compress_main(sys.argv[4:]))
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -14,11 +13,7 @@ from openquant.weights.statistics import Calibration, calibrations
 NOTE = b"a note of ours"
 
 
-def is_note(file: BinaryIO) -> bool:
-    return file.read() == NOTE
-
-
-KIND = FileKind("a note", is_note, "note.txt")
+KIND = FileKind("a note", lambda file: file.read() == NOTE, "note.txt")
 
 
 @pytest.fixture

@@ -56,15 +56,12 @@ def test_golden_bytes() -> None:
     # (max - min) / 15 over a range that includes zero; a group of zeros has the spacing of bfloat16.
     assert scale[:, 0].tolist() == [1.0, 1.0, 1.0, *[2.0**-7] * 5]
     assert zero[:, 0].tolist() == [-8, -3, 7, *[-8] * 5]
-    words = [[word & 0xFFFFFFFF for word in row[:2]] for row in encode(*torched(weight, scale, zero)).tolist()]
+    codes = encode(weight, torch.from_numpy(scale), FORM, torch.from_numpy(zero))
+    words = [[word & 0xFFFFFFFF for word in row[:2]] for row in codes.tolist()]
     # Halves go to the even code, counted from the middle one.
     assert words[:4] == [[0x0FF43210, 0], [0x4E8650F0, 0x55555555], [0xFFFFFFE0, 0xFFFFFFFF], [0, 0]]
     zeros = kernels.pack_words(INT4.encode(zero), INT4)
     assert zeros.tolist() == [[0x00000F50]]
-
-
-def torched(weight: torch.Tensor, scale: np.ndarray, zero: np.ndarray) -> tuple[torch.Tensor, ...]:
-    return weight, torch.from_numpy(scale), FORM, torch.from_numpy(zero)  # type: ignore[return-value]
 
 
 @settings(max_examples=8)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from conftest import EXAMPLE, change_json
 from openquant import compress, evaluate
@@ -86,11 +85,7 @@ def deep(root: Path) -> Path:
         else:
             # The final norm, which is needed first, lies in the last.
             parts[0 if "embed" in name else -1][name] = tensor
-    placed = {}
-    for number, part in enumerate(parts, 1):
-        placed |= dict.fromkeys(part, f"model-{number:05d}-of-{SHARDS:05d}.safetensors")
-        save_file(part, root / f"model-{number:05d}-of-{SHARDS:05d}.safetensors", {"format": "pt"})
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    small_checkpoints.write_shards(root, parts)
     return root
 
 

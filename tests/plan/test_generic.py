@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from conftest import Run, tree
+from conftest import Run, change_json, tree
 from openquant import compress
 from openquant.errors import PlanError
 from openquant.formats.schemes import TENSOR
@@ -17,8 +17,7 @@ from support.rows import for_each
 
 def renamed(root: Path, architecture: str, name: str) -> Path:
     source = small_checkpoints.write(root, architecture)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    change_json(source / "config.json", lambda config: config.update(architectures=[name]))
     return source
 
 

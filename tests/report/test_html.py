@@ -55,11 +55,6 @@ def whole_page() -> str:
     return render_page(everything(evaluation()))
 
 
-@functools.cache
-def page_of_several() -> str:
-    return render_page(evaluated_page(several(), []))
-
-
 def test_the_same_figures_give_the_same_bytes() -> None:
     assert render_page(everything(evaluation())) == whole_page()
 
@@ -174,7 +169,7 @@ def rows(text: str, table: int = 0) -> list[list[str]]:
 
 
 def test_several_outputs_come_in_the_order_of_their_kl_beside_source_and_floor() -> None:
-    text = page_of_several()
+    text = render_page(evaluated_page(several(), []))
     assert "<title>3 outputs of org/tiny</title>" in text
     assert [row[:4] for row in rows(text)] == [
         ["org/tiny (source)", "8.39 MB", "100 %", "0"],

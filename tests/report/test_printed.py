@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant.cli.commands import main
 from openquant.files.cards import shell_word, split_card
 from openquant.report.card import evaluated_card
@@ -33,8 +33,7 @@ def require_plain(text: str) -> None:
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     source = shutil.copytree(EXAMPLE, tmp_path / EVIL)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, EVIL: EVIL, "model_name": EVIL}))
+    change_json(source / "config.json", lambda config: config.update({EVIL: EVIL, "model_name": EVIL}))
     (source / f"{EVIL}.txt".replace("/", "")).write_text(EVIL)
     (source / "README.md").unlink(missing_ok=True)
     return source

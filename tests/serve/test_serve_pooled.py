@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from engine_client import Answers, find_engine
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant import compress
 from support.representatives import everything
 from support.small_checkpoints import changed_copy
@@ -24,8 +23,7 @@ SCHEMES = ("tensor", "channel", "int4") if everything() else ("tensor", "int4")
 def of_class(root: Path, architecture: str, change: Callable[[Weights], None]) -> Path:
     """The example as another class."""
     source = changed_copy(EXAMPLE, root, change)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": [architecture], "num_labels": 1}))
+    change_json(source / "config.json", lambda config: config.update(architectures=[architecture], num_labels=1))
     return source
 
 

@@ -19,7 +19,7 @@ from chosen import CHOSEN, in_all, in_turn
 from engine_client import EngineError, find_loader, rewrite, table_cells, write_cached
 
 import openquant
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_others, find_scheme
@@ -216,8 +216,7 @@ def write_source(root: Path, architecture: str) -> Path:
     }
     weights |= {name.replace(".1.", ".0.", 1): weight.clone() for name, weight in weights.items() if ".1.mlp." in name}
     small_checkpoints.write(root, architecture, weights=weights)
-    config = json.loads((root / "config.json").read_text())
-    (root / "config.json").write_text(json.dumps({**config, "mlp_only_layers": []}))
+    change_json(root / "config.json", lambda config: config.update(mlp_only_layers=[]))
     return root
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from conftest import change_json
 from openquant import compress
@@ -103,14 +101,9 @@ def test_scales_of_activations_and_of_the_cache_come_with_their_layer(tmp_path: 
     (root / "model.safetensors").unlink()
     for number in range(small_checkpoints.LAYERS):
         weights |= {f"model.layers.{number}.self_attn.{part}_scale": torch.tensor(0.01) for part in "kv"}
-    parts = {
-        "model-00001-of-00002.safetensors": {n: t for n, t in weights.items() if not is_scale(n)},
-        "model-00002-of-00002.safetensors": {n: t for n, t in weights.items() if is_scale(n)},
-    }
-    for name, part in parts.items():
-        save_file(part, root / name, {"format": "pt"})
-    placed: Mapping[str, str] = {tensor: name for name, part in parts.items() for tensor in part}
-    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    scales = {name: weights[name] for name in weights if is_scale(name)}
+    others = {name: weights[name] for name in weights if name not in scales}
+    small_checkpoints.write_shards(root, [others, scales])
     found, (mine, theirs) = found_of(root, root, tmp_path / "passing")
     assert found == found_of(root, root, None)[0]
     assert found["outputs"][0]["kv_cache"] == "fp8"

@@ -68,18 +68,17 @@ def shapes_of(architecture: str, tied: bool = False) -> dict[str, tuple[int, ...
     """Name and shape, rows first, of the tensors of a small file."""
     vocabulary = len(tokens_of(architecture))
     queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    heads = {"q": queries, "k": keys, "v": keys}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, WIDTH)}
     for layer in range(LAYERS):
         block: dict[str, tuple[int, ...]] = {"attn_norm.weight": (WIDTH,), "ffn_norm.weight": (WIDTH,)}
         if architecture == "phi3":
             block |= {"attn_qkv.weight": (queries + 2 * keys, WIDTH), "ffn_up.weight": (2 * INNER, WIDTH)}
         else:
-            block |= {
-                f"attn_{part}.weight": (rows, WIDTH) for part, rows in {"q": queries, "k": keys, "v": keys}.items()
-            }
+            block |= {f"attn_{part}.weight": (rows, WIDTH) for part, rows in heads.items()}
         block |= {"attn_output.weight": (WIDTH, queries)}
         if architecture in ("qwen2", "qwen2moe"):
-            block |= {f"attn_{part}.bias": (rows,) for part, rows in {"q": queries, "k": keys, "v": keys}.items()}
+            block |= {f"attn_{part}.bias": (rows,) for part, rows in heads.items()}
         if architecture in ("qwen3", "qwen3moe", "gemma3"):
             block |= {f"attn_{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
         if architecture.startswith("gemma"):
@@ -88,14 +87,10 @@ def shapes_of(architecture: str, tied: bool = False) -> dict[str, tuple[int, ...
             block |= {"ffn_gate_inp.weight": (EXPERTS, WIDTH)}
             block |= {f"ffn_{part}_exps.weight": (EXPERTS, 256, WIDTH) for part in ("gate", "up")}
             block |= {"ffn_down_exps.weight": (EXPERTS, WIDTH, 256)}
-        elif architecture == "phi3":
-            block |= {"ffn_down.weight": (WIDTH, INNER)}
         else:
-            block |= {
-                "ffn_gate.weight": (INNER, WIDTH),
-                "ffn_up.weight": (INNER, WIDTH),
-                "ffn_down.weight": (WIDTH, INNER),
-            }
+            if architecture != "phi3":
+                block |= {f"ffn_{part}.weight": (INNER, WIDTH) for part in ("gate", "up")}
+            block |= {"ffn_down.weight": (WIDTH, INNER)}
         if architecture == "qwen2moe":
             block |= {"ffn_gate_inp_shexp.weight": (WIDTH,), "ffn_down_shexp.weight": (WIDTH, 256)}
             block |= {f"ffn_{part}_shexp.weight": (256, WIDTH) for part in ("gate", "up")}
@@ -170,30 +165,19 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def _tokenizer(architecture: str) -> dict[str, Any]:
     tokens = tokens_of(architecture)
-    common = {
-        "tokens": tokens,
+    # Three that control, and those that stand for bytes.
+    kinds = [3, 3, 3, *(6 if re.fullmatch("<0x..>", token) else 1 for token in tokens[3:])]
+    special = {
         "bos_token_id": 1,
         "eos_token_id": 2,
         "unknown_token_id": 0,
         "padding_token_id": 2,
         "add_bos_token": False,
     }
-    control = [3, 3, 3]
-    if architecture not in SENTENCEPIECE:
-        return {
-            "model": "gpt2",
-            "pre": "qwen2",
-            "merges": ["h e", "Ġ t", "1 2"],
-            "token_type": [*control, *[1] * (len(tokens) - 3)],
-            **common,
-        }
-    kinds = [6 if re.fullmatch("<0x..>", token) else 1 for token in tokens[3:]]
-    return {
-        "model": "llama",
-        "scores": [-float(n) for n in range(len(tokens))],
-        "token_type": [*control, *kinds],
-        **common,
-    }
+    common = {"tokens": tokens, "token_type": kinds, **special}
+    if architecture in SENTENCEPIECE:
+        return {"model": "llama", "scores": [-float(n) for n in range(len(tokens))], **common}
+    return {"model": "gpt2", "pre": "qwen2", "merges": ["h e", "Ġ t", "1 2"], **common}
 
 
 def split_gguf(path: Path, directory: Path, count: int, both: Container[str] = ()) -> None:

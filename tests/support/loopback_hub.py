@@ -216,15 +216,6 @@ class LoopbackHub:
             (self.blobs / digest).write_bytes(content)
         return digest
 
-    def open_pull_request(self, repo: str, base: str) -> str:
-        """The ref of a new pull request that starts at a revision."""
-        with self.lock:
-            sha = self.snapshot(repo, base)[0]
-            requests = self.stored[repo].setdefault("requests", [])
-            requests.append({"status": "draft"})
-            self.stored[repo]["refs"][f"refs/pr/{len(requests)}"] = sha
-            return f"refs/pr/{len(requests)}"
-
     def describe(self, path: str, content: Path) -> dict[str, Any]:
         """A file as the tree lists it."""
         stat = content.stat()
@@ -611,8 +602,12 @@ class Handler(BaseHTTPRequestHandler):
     def discuss(self, repo: str) -> None:
         """Open a pull request that has no commit yet."""
         self.body()
-        ref = self.hub.open_pull_request(repo, "main")
-        self.say({"num": int(ref.rpartition("/")[2])})
+        with self.hub.lock:
+            sha, _ = self.hub.snapshot(repo, "main")
+            requests = self.hub.stored[repo].setdefault("requests", [])
+            requests.append({"status": "draft"})
+            self.hub.stored[repo]["refs"][f"refs/pr/{len(requests)}"] = sha
+        self.say({"num": len(requests)})
 
     def discussions(self, repo: str) -> None:
         """The pull requests, of which none matters."""
@@ -621,20 +616,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def discussion(self, repo: str, number: str) -> None:
         self.hub.snapshot(repo, f"refs/pr/{number}")
-        self.say(
-            {
-                "num": int(number),
-                "title": "",
-                "author": {"name": USER},
-                "status": self.hub.stored[repo]["requests"][int(number) - 1]["status"],
-                "createdAt": DATE,
-                "isPullRequest": True,
-                "repo": {"name": repo, "type": "model"},
-                "events": [],
-                "filesWithConflicts": [],
-                "changes": {"base": "refs/heads/main"},
-            }
-        )
+        status = self.hub.stored[repo]["requests"][int(number) - 1]["status"]
+        found = {"num": int(number), "title": "", "author": {"name": USER}, "status": status, "createdAt": DATE}
+        found |= {"isPullRequest": True, "repo": {"name": repo, "type": "model"}, "events": []}
+        self.say({**found, "filesWithConflicts": [], "changes": {"base": "refs/heads/main"}})
 
     def change_status(self, repo: str, number: str) -> None:
         status = json.loads(self.body())["status"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -144,16 +144,21 @@ def write(
     if shards == 1:
         save_file(weights, root / "model.safetensors", {"format": "pt"})
         return root
+    names = list(weights)
+    write_shards(root, [{name: weights[name] for name in names[number::shards]} for number in range(shards)])
+    return root
+
+
+def write_shards(root: Path, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Write these tensors to a shard each, and the index."""
     placed: dict[str, str] = {}
-    for number in range(shards):
-        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = {tensor: weights[tensor] for tensor in list(weights)[number::shards]}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         save_file(part, root / name, {"format": "pt"})
         placed |= dict.fromkeys(part, name)
-    total = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    total = sum(weight.nbytes for part in parts for weight in part.values())
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    return root
 
 
 def read(root: Path) -> dict[str, torch.Tensor]:
@@ -207,14 +212,6 @@ def changed_copy(root: Path, out: Path, change: Callable[[dict[str, torch.Tensor
         (out / path.name).write_bytes(path.read_bytes())
     change_weights(out, change)
     return out
-
-
-def read_names(path: Path) -> set[str]:
-    """The tensor names of one file."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return set(file.keys())
 
 
 def served_in(name: str, *schemes: str) -> Scheme:

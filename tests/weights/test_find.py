@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conftest import ROOT, change_json, run_openquant, tree
 from openquant import compress, dequantize, verify
@@ -607,18 +607,12 @@ def test_a_shard_of_scales_alone_leaves_none_behind(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     weights = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
-    parts = {
-        "model-00001-of-00002.safetensors": {n: t for n, t in weights.items() if not n.endswith("_inv")},
-        "model-00002-of-00002.safetensors": {n: t for n, t in weights.items() if n.endswith("_inv")},
-    }
-    for name, part in parts.items():
-        save_file(part, source / name, {"format": "pt"})
-    placed = {tensor: name for name, part in parts.items() for tensor in part}
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    scales = {name: weights[name] for name in weights if name.endswith("_inv")}
+    others = {name: weights[name] for name in weights if name not in scales}
+    small_checkpoints.write_shards(source, [others, scales])
     compress(source, tmp_path / "out", "block")
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
-        "model-00001-of-00002.safetensors"
-    ]
+    shards = [path.name for path in (tmp_path / "out").glob("*.safetensors")]
+    assert shards == ["model-00001-of-00002.safetensors"]
     assert all(same(tensor, weights[name]) for name, tensor in small_checkpoints.read(tmp_path / "out").items())
     assert verify(tmp_path / "out").problems == ()
 

@@ -18,6 +18,7 @@ from openquant.plan import summary
 from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import with_few_experts
+from support.quantized_checkpoints import widened
 
 NAME = "MiMoV2ForCausalLM"
 # The first layer's parts are whole blocks; the other's are not, so that it has more scales than blocks.
@@ -25,11 +26,6 @@ SIZES = {"head_dim": 80, "v_head_dim": 32, "swa_head_dim": 96, "swa_v_head_dim":
 PARTS = 2
 # Of a part's queries, keys and values, by layer; the first has a window, and more heads of keys.
 ROWS = ((192, 192, 128), (160, 80, 32))
-
-
-def values_of(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Of one part, whose last blocks may have fewer rows."""
-    return codes.float() * scales.repeat_interleave(128, 0)[: len(codes)].repeat_interleave(128, 1)
 
 
 def fused(root: Path) -> dict[str, torch.Tensor]:
@@ -58,7 +54,9 @@ def fused(root: Path) -> dict[str, torch.Tensor]:
                 scale = torch.rand((-(-rows // 128), 2), generator=generator) + 0.5
                 codes.append(code)
                 scales.append(scale)
-                for member, values in zip(members, values_of(code, scale).split(sizes), strict=True):
+                for member, values in zip(
+                    members, (code.float() * widened(scale, code.shape)).split(sizes), strict=True
+                ):
                     member.append(values)
             module = f"model.layers.{layer}.self_attn"
             weights[f"{module}.qkv_proj.weight"] = torch.cat(codes)

@@ -33,10 +33,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor],
 }  # fmt: skip
 
 
-def is_stack(name: str, weight: torch.Tensor) -> bool:
-    return weight.dim() == 3 and "conv1d" not in name
-
-
 def spread(scale: torch.Tensor, stack: torch.Tensor, layout: str) -> torch.Tensor:
     """The scale of each element, float64."""
     if layout == "blocks":
@@ -51,7 +47,7 @@ def write(root: Path, architecture: str, layout: str) -> tuple[Path, Weights]:
     stored: Weights = {}
     meant: Weights = {}
     for name, weight in small_checkpoints.tensors(architecture).items():
-        if not is_stack(name, weight):
+        if weight.dim() != 3 or "conv1d" in name:
             stored[name] = weight
             continue
         grid = (most(weight.float()) / 448).clamp(min=1e-12)
