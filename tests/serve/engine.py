@@ -238,9 +238,9 @@ def answer(mode: str, directory: Path, output: Path, environment: dict[str, str]
         for name in json.loads((directory / "config.json").read_text())["architectures"]:
             if name in ModelRegistry.models:
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-        if mode in ("logprobs", "pooled"):
-            ask = logprobs if mode == "logprobs" else pooled
-            np.save(output.with_suffix(".npy"), ask(directory, random_prompts(vocabulary_of(directory))))
+        computed = {"logprobs": logprobs, "pooled": pooled}
+        if mode in computed:
+            np.save(output.with_suffix(".npy"), computed[mode](directory, random_prompts(vocabulary_of(directory))))
         elif mode == "text" or mode.endswith(".json"):
             prompts = json.loads((TEXT if mode == "text" else Path(mode)).read_text())
             np.save(output.with_suffix(".npy"), logprobs(directory, prompts))
