@@ -4,7 +4,7 @@ GPTQ makes trace(E H E') small, where E [out, in] is the rounding error of a wei
 each output counts alike and by itself. The answers change by about trace(G E H E') / 2, where G is the curvature of the
 KL divergence over the outputs (sensitivity.py): errors of several outputs cancel too. So each scale in turn is set to
 the least squares of that sum, and each code to the best one as all others are, three times. On SmolLM2 in int4 weighed
-tokens leave 0.82 of the KL of `--gptq`, and this 0.7 (docs/results.md).
+tokens leave 0.82 of the KL of `--gptq`, and this 0.71 (docs/results.md).
 
     quotients, scale = tune_rounding(weight, quotients, scale, None, hessian, outputs, scheme.format)
 """
