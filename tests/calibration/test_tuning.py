@@ -142,6 +142,14 @@ def test_scales_are_the_least_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[:, 0].double(), expected, rtol=1e-4, atol=0)
 
 
+def test_scales_keep_their_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of few codes would not, and engines read no E4M3 scales below zero."""
+    problem = Problem(SCHEMES["nvfp4"])
+    problem.quotients = -problem.quotients
+    monkeypatch.setattr(tuning, "ROUNDS", 0)
+    assert (problem.tuned()[1] > 0).all()
+
+
 def test_outputs_that_are_multiplied_have_smaller_gradients() -> None:
     """As those of v that AWQ smooths."""
     gradients = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
