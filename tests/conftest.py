@@ -16,15 +16,16 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from openquant.machine import available_cpus
-from support import small_checkpoints, starting
-from support.conversions import Shelf
-from support.representatives import everything
+from support import starting
+
+if TYPE_CHECKING:
+    from support.conversions import Shelf
 
 # How long an example takes says nothing about it.
 settings.register_profile("untimed", deadline=None)
@@ -44,6 +45,8 @@ EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 seconds: dict[Path, float] = {}
 # How many modules are named, of those that take most.
 DEAREST = 12
+
+# What is imported in functions is transformers or loads it: the process that hands tests out needs neither, and all wait for it.
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -104,6 +107,11 @@ NIGHTLY = (
 )
 
 
+def everything() -> bool:
+    """Whether this run takes all architectures for every mechanism."""
+    return os.environ.get("OPENQUANT_ALL") == "1"
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are CPUs: two fifths of the time tests wait, for servers, browsers and what was killed."""
     return available_cpus() + 1
@@ -136,11 +144,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def processor_seconds() -> float:
     total = sum(os.times()[:4]) + starting.seconds
-    for process in starting.others:
+    for process, with_children in starting.others.items():
         # Those that have ended are among its children's.
         with suppress(OSError):
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            total += sum(map(int, fields[11 : 15 if with_children else 13])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
@@ -212,11 +220,15 @@ def example() -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A small Qwen3 in three shards, joined layers spread over them."""
+    from support import small_checkpoints
+
     return small_checkpoints.write(tmp_path / "source", shards=3)
 
 
 @pytest.fixture(scope="session")
 def all_converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    from support.conversions import Shelf
+
     shelf = Shelf(tmp_path_factory.mktemp("converted"))
     yield shelf
     shelf.clear()

@@ -807,17 +807,18 @@ def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo])
     Returns:
         One sentence if a token has no row; empty if all have one, or if there is no tokenizer.
     """
-    tables = [info for info in tensors if len(info.shape) == 2 and entry.rule(info.module).keep == EMBEDDING.why]
-    table = max(tables, key=lambda info: info.shape[0], default=None)
-
     try:
         tokens = [token for token in _tokens(root) if not _OTHER_MODALITY.search(token.text)]
     except SourceError:
         # Damaged files are found by those that read them.
         return []
+    if not tokens:
+        return []
 
-    last = max(tokens, default=None)
-    if table is None or last is None or last.number < table.shape[0]:
+    last = max(tokens)
+    tables = [info for info in tensors if len(info.shape) == 2 and entry.rule(info.module).keep == EMBEDDING.why]
+    table = max(tables, key=lambda info: info.shape[0], default=None)
+    if table is None or last.number < table.shape[0]:
         return []
     return [
         f"{last.file} does not fit the tensors: token {short_repr(last.text)} has number {last.number}, and "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from conftest import everything
 from openquant import dequantize
 from openquant.calibration.gptq_pass import find_hessians, round_layers
 from openquant.data.corpus import Corpus, Document
@@ -31,7 +32,7 @@ from openquant.streaming.model import StreamedModel
 from openquant.weights.weight import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
-from support.representatives import everything, representatives
+from support.representatives import representatives
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
 CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, everything
 from openquant import compress
 from openquant.calibration.gptq_pass import Hessian, find_hessians, hessian_groups, round_layers
 from openquant.calibration.observers import find_hook_points
@@ -29,7 +29,6 @@ from openquant.streaming.model import StreamedModel
 from support import small_checkpoints, starting
 from support.conversions import Shelf
 from support.reporters import Told
-from support.representatives import everything
 from support.starting import Job
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(40)) for number in range(3)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import tree
+from conftest import everything, tree
 from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, SourceError
 from openquant.formats.kernels import choose_scales
@@ -35,7 +35,7 @@ from openquant.formats.schemes import (
 from openquant.patterns import compile_any
 from support import small_checkpoints
 from support.conversions import Shelf, asking
-from support.representatives import everything, in_all_ways
+from support.representatives import in_all_ways
 from support.rows import for_each
 
 STORED = {scheme.name: scheme for scheme in in_all_ways(SCHEMES.values())}

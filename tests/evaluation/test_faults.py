@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import EXAMPLE, change_json
+from conftest import EXAMPLE, change_json, everything
 from openquant import compress
 from openquant.data.corpus import read_corpus
 from openquant.data.tokenizer import load_tokenizer
@@ -27,7 +27,6 @@ from openquant.evaluation.results import ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Texts
 from support import small_checkpoints
-from support.representatives import everything
 
 UP = "model.layers.2.mlp.up_proj"
 FP8 = torch.float8_e4m3fn

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import everything
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.as_served import ServedModel
@@ -27,7 +28,6 @@ from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf
-from support.representatives import everything
 from support.streamed_logits import streamed_logits
 
 # One of each kind: fused, in one tensor for all experts ([in, out] too), latent attention; the next test has experts one

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import openquant
+from conftest import everything
 from openquant.errors import SourceError, UsageError
 from openquant.files.gguf import read_gguf_header
 from openquant.formats.format import ggml_types
 from openquant.gguf import source
 from openquant.gguf.source import ARCHITECTURES, gguf_config, open_gguf
 from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, split_gguf, write_gguf
-from support.representatives import everything
 from support.rows import for_each
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from conftest import everything
 from openquant import diagnose, verify
 from openquant.calibration.observers import observe_inputs
 from openquant.data.corpus import Corpus, Document
@@ -35,7 +36,7 @@ from openquant.verification.verify import model_problems
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.conversions import Converted, Shelf, experts_of, walks
-from support.representatives import REPRESENTATIVES, everything, expected_packing, features, representatives
+from support.representatives import REPRESENTATIVES, expected_packing, features, representatives
 from support.streamed_logits import computes_the_same, plain_logits
 
 CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}

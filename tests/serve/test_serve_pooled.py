@@ -10,9 +10,8 @@ import pytest
 import torch
 from engine_client import Answers, find_engine
 
-from conftest import EXAMPLE, change_json
+from conftest import EXAMPLE, change_json, everything
 from openquant import compress
-from support.representatives import everything
 from support.small_checkpoints import changed_copy
 
 pytestmark = pytest.mark.serve

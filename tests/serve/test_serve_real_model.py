@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from engine_client import Answers, divergence, find_engine
 
+from conftest import everything
 from openquant import compress
 from openquant.data.corpus import read_corpus
 from openquant.data.tokenizer import load_tokenizer
@@ -26,7 +27,6 @@ from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation, EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Texts
-from support.representatives import everything
 
 REAL = os.environ.get("OPENQUANT_REAL_MODELS")
 pytestmark = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import EXAMPLE, ROOT, change_json
+from conftest import EXAMPLE, ROOT, change_json, everything
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.errors import UsageError
@@ -32,7 +32,6 @@ from openquant.streaming.memory import (
     weight_memory,
 )
 from support import small_checkpoints, starting
-from support.representatives import everything
 
 # Of each matrix the outputs of gate and up, and what goes into down, whose Gram matrix has 67 MB.
 WIDE = 4096

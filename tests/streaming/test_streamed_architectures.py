@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, everything
 from openquant import dequantize
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
@@ -24,7 +24,7 @@ from openquant.streaming.model import StreamedModel
 from openquant.streaming.transformers_internals import TESTED
 from support import small_checkpoints, small_models
 from support.conversions import Shelf
-from support.representatives import everything, in_all_ways, representatives
+from support.representatives import in_all_ways, representatives
 from support.streamed_logits import all_equal, computes_the_same, streamed_logits
 
 OLDEST = "OPENQUANT_OLDEST_TRANSFORMERS"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conftest import everything
 from openquant import compress
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
@@ -18,7 +19,7 @@ from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, TENSOR, VARIA
 from openquant.models import MODELS
 from support import small_checkpoints, small_models
 from support.conversions import Shelf
-from support.representatives import everything, in_all_ways
+from support.representatives import in_all_ways
 
 DENSE = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"]
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from conftest import everything
 from openquant import Result, compress
 from openquant.formats.schemes import INTEGER_GROUPS, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
 from openquant.registry.architecture import absolute_patterns
 from support import small_checkpoints
-from support.representatives import everything
 
 Stamps = dict[Path, tuple[int, int, int]]
 

@@ -7,11 +7,11 @@ it on all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from conftest import everything
 from openquant.formats.schemes import Scheme
 from openquant.models import MODELS
 from openquant.streaming.packing import Packing
@@ -55,11 +55,6 @@ _KEYS = (
     "hc_mult",
     "layer_types",
 )
-
-
-def everything() -> bool:
-    """Whether this run takes all architectures for every mechanism."""
-    return os.environ.get("OPENQUANT_ALL") == "1"
 
 
 def representatives(among: Iterable[str] = small_checkpoints.RUNNABLE) -> list[str]:

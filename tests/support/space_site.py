@@ -81,7 +81,6 @@ def site(tmp_path_factory):
     """Servers of this module's tests. What a test changes of them, it undoes."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
-    pytest.importorskip("playwright")
     build = module("build")
     folder = tmp_path_factory.mktemp("space")
     with LoopbackHub(folder / "hub", token=TOKEN) as hub:

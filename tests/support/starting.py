@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -46,8 +47,8 @@ IMPORTED = (
 )  # fmt: skip
 # As it was before any test changed it: the process is started by whichever test needs it first.
 ENVIRONMENT = dict(os.environ)
-# Processes that outlive the tests they work for, which count with all that they have started.
-others: set[int] = set()
+# Processes that outlive the tests they work for, which count: whether with all that they have started.
+others: dict[int, bool] = {}
 # Processor seconds of the commands that have ended, which are nobody's children here.
 seconds = 0.0
 # What Python and these modules read as they start: another value needs a start of its own. The Hub's client reads its
@@ -239,7 +240,8 @@ def address() -> str:
             start_new_session=True,
         )
         atexit.register(_end, process)
-        others.add(process.pid)
+        # Who waits for a command counts it.
+        others[process.pid] = False
         while not Path(socket_path).exists():
             assert process.poll() is None, "the process that starts commands has ended"
             time.sleep(0.02)
@@ -261,41 +263,66 @@ def serve(address: str, *imported: str) -> None:
     """Wait for commands on a socket, and start each in a fork, until stdin ends."""
     for name in imported:
         importlib.import_module(name)
-    # Nobody waits for those that wait for a command.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # What torch's 176 libraries and its compiler do at exit took longer than many a command.
+    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     # Else each fork goes through all that was imported, again and again.
     gc.freeze()
     atexit.register(shutil.rmtree, Path(address).parent)
+
+    ended, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{address}.new")
         server.listen()
         Path(f"{address}.new").rename(address)
-        while server in select.select([server, sys.stdin], [], [])[0]:
-            client, _ = server.accept()
-            if os.fork() == 0:
-                atexit.unregister(shutil.rmtree)
-                server.close()
-                _attend(client)
-            client.close()
+        while True:
+            ready = select.select([server, sys.stdin, ended], [], [])[0]
+            if sys.stdin in ready:
+                return
+            if ended in ready:
+                os.read(ended, 4096)
+                _tell(clients)
+            if server in ready:
+                client, _ = server.accept()
+                clients[_start(client, [server, *clients.values()])] = client
 
 
-def _attend(client: socket.socket) -> NoReturn:
-    """Start a command, and tell its client its process and exit code."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+def _start(client: socket.socket, inherited: Sequence[socket.socket]) -> int:
+    """Start a command, tell its client its process, and return that."""
     size = array.array("i", [0, 0]).itemsize * 2
-    head, [(_, _, descriptors)], _, _ = client.recvmsg(8, socket.CMSG_SPACE(size))
+    head, [(_, _, sent)], _, _ = client.recvmsg(8, socket.CMSG_SPACE(size))
     request = json.loads(client.makefile("rb").read(int.from_bytes(head, "little")))
+    descriptors = array.array("i", sent)
     child = os.fork()
     if child == 0:
-        client.close()
-        _become(request, array.array("i", descriptors))
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        atexit.unregister(shutil.rmtree)
+        for each in (client, *inherited):
+            each.close()
+        _become(request, descriptors)
 
-    client.sendall(child.to_bytes(8, "little"))
-    _, status, usage = os.wait4(child, 0)
-    microseconds = int(1e6 * (usage.ru_utime + usage.ru_stime))
+    for descriptor in descriptors:
+        os.close(descriptor)
     with suppress(BrokenPipeError):
-        client.sendall(struct.pack("<qq", os.waitstatus_to_exitcode(status), microseconds))
-    os._exit(0)
+        client.sendall(child.to_bytes(8, "little"))
+    return child
+
+
+def _tell(clients: dict[int, socket.socket]) -> None:
+    """Tell the clients of commands that have ended their exit codes, and the processor time they took."""
+    while clients:
+        child, status, usage = os.wait4(-1, os.WNOHANG)
+        if child == 0:
+            return
+        microseconds = int(1e6 * (usage.ru_utime + usage.ru_stime))
+        with clients.pop(child) as client, suppress(BrokenPipeError):
+            client.sendall(struct.pack("<qq", os.waitstatus_to_exitcode(status), microseconds))
 
 
 def _become(request: dict[str, object], descriptors: Sequence[int]) -> NoReturn:

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright import sync_api as api
 
 from conftest import EXAMPLE, ROOT
 from openquant.files.checkpoint import open_checkpoint
 from support.browser import CHROMIUM
 from support.loopback_hub import LoopbackHub
 
-api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-pytest.importorskip("gradio", reason="pip install -e '.[web]'")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 
 TOKEN = "hf_visitorSecretOfTheFirstPage"

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ROOT, change_json, run_openquant, tree
+from conftest import ROOT, change_json, everything, run_openquant, tree
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
@@ -54,7 +54,7 @@ from support.quantized_checkpoints import (
     weights_of,
     widened,
 )
-from support.representatives import everything, in_all_ways
+from support.representatives import in_all_ways
 from support.rows import for_each
 from support.small_checkpoints import change_weights
 
