@@ -117,6 +117,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return available_cpus() + 1
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers share the process that starts commands."""
+    if config.getoption("numprocesses", 0) and not hasattr(config, "workerinput"):
+        starting.address()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `-m quick` runs, leave what is for the night to it, and begin with the longest files."""
     later = []
@@ -144,11 +150,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def processor_seconds() -> float:
     total = sum(os.times()[:4]) + starting.seconds
-    for process, with_children in starting.others.items():
+    for process in starting.others:
         # Those that have ended are among its children's.
         with suppress(OSError):
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, fields[11 : 15 if with_children else 13])) / os.sysconf("SC_CLK_TCK")
+            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return total
 
 

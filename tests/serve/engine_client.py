@@ -210,7 +210,7 @@ def _started(python: Path) -> tuple[subprocess.Popen[bytes], Path]:
     log = Path(held.enter_context(tempfile.TemporaryDirectory()), "log")
     command = [str(python), str(HERE / "engine.py")]
     process = held.enter_context(_process_group(command, log, "shim", "stub"))
-    others[process.pid] = True
+    others.add(process.pid)
     return process, log
 
 

@@ -1,7 +1,7 @@
 """Starts commands, and ranks without a launcher, as forks of a process that has imported torch and transformers.
 
-That takes a start from seconds to tenths. The process is started once for all that run tests at the same time (a worker of
-pytest-xdist).
+That takes a start from seconds to hundredths. All that run tests at the same time share the process (conftest.py), which
+imports nothing before the first command.
 
     starting.run([ROOT / "compress_fp8.py", "-m", source], cwd=here, env=os.environ)
     python tests/support/starting.py SOCKET MODULE...     # the process
@@ -47,8 +47,8 @@ IMPORTED = (
 )  # fmt: skip
 # As it was before any test changed it: the process is started by whichever test needs it first.
 ENVIRONMENT = dict(os.environ)
-# Processes that outlive the tests they work for, which count: whether with all that they have started.
-others: dict[int, bool] = {}
+# Processes that outlive the tests they work for, which count with all that they have started.
+others: set[int] = set()
 # Processor seconds of the commands that have ended, which are nobody's children here.
 seconds = 0.0
 # What Python and these modules read as they start: another value needs a start of its own. The Hub's client reads its
@@ -240,8 +240,6 @@ def address() -> str:
             start_new_session=True,
         )
         atexit.register(_end, process)
-        # Who waits for a command counts it.
-        others[process.pid] = False
         while not Path(socket_path).exists():
             assert process.poll() is None, "the process that starts commands has ended"
             time.sleep(0.02)
@@ -261,16 +259,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def serve(address: str, *imported: str) -> None:
     """Wait for commands on a socket, and start each in a fork, until stdin ends."""
-    for name in imported:
-        importlib.import_module(name)
-    # What torch's 176 libraries and its compiler do at exit took longer than many a command.
-    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
-    # Else each fork goes through all that was imported, again and again.
-    gc.freeze()
     atexit.register(shutil.rmtree, Path(address).parent)
-
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
@@ -280,6 +269,9 @@ def serve(address: str, *imported: str) -> None:
         server.bind(f"{address}.new")
         server.listen()
         Path(f"{address}.new").rename(address)
+        if sys.stdin in select.select([server, sys.stdin], [], [])[0]:
+            return
+        _import(imported)
         while True:
             ready = select.select([server, sys.stdin, ended], [], [])[0]
             if sys.stdin in ready:
@@ -290,6 +282,17 @@ def serve(address: str, *imported: str) -> None:
             if server in ready:
                 client, _ = server.accept()
                 clients[_start(client, [server, *clients.values()])] = client
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    # What torch's 176 libraries and its compiler do at exit took longer than many a command.
+    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
+    # Else each fork goes through all that was imported, again and again.
+    gc.freeze()
 
 
 def _start(client: socket.socket, inherited: Sequence[socket.socket]) -> int:
