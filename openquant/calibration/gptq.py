@@ -140,14 +140,14 @@ def round_columns(
     else:
         arrays = ColumnRounding(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
         round_panel = partial(loops.round_panel, arrays, fmt.number)
-    in_panels(columns, errors, propagation.coefficients, 0, cols, round_panel)
+    work_in_panels(columns, errors, propagation.coefficients, 0, cols, round_panel)
 
     # Errors are needed no more: their memory takes the columns in the weight's order.
     errors[order] = columns
     return errors.T.float().contiguous()
 
 
-def in_panels(
+def work_in_panels(
     into: Tensor, errors: Tensor, coefficients: Tensor, low: int, high: int, work: Callable[[int, int], None]
 ) -> None:
     """Work on columns in panels, and add what the errors of each column are to all later ones.
@@ -166,9 +166,9 @@ def in_panels(
         return
 
     middle = (low + high) // 2
-    in_panels(into, errors, coefficients, low, middle, work)
+    work_in_panels(into, errors, coefficients, low, middle, work)
     into[middle:high].addmm_(coefficients[low:middle, middle:high].T, errors[low:middle])
-    in_panels(into, errors, coefficients, middle, high, work)
+    work_in_panels(into, errors, coefficients, middle, high, work)
 
 
 def _round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:

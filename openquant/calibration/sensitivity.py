@@ -53,8 +53,8 @@ class Sensitivities(NamedTuple):
         tokens: for each group that the answers depend on, float32 [documents, tokens]: the sum of squares of the
             gradient to the power of EXPONENT, divided by its mean.
         outputs: for each Linear that the answers depend on, by module name, float32 [blocks, BLOCK, BLOCK]: the
-            curvature of the KL over BLOCK outputs in turn, as a product with that of the inputs. The last block has
-            zeros beyond the last output.
+            curvature of the KL over BLOCK outputs in turn; that over the weights is its product with the Hessian of
+            the inputs. The last block has zeros beyond the last output.
     """
 
     tokens: dict[str, Tensor]

@@ -2,9 +2,9 @@
 
 GPTQ makes trace(E H E') small, where E [out, in] is the rounding error of a weight and H the Hessian of its inputs:
 each output counts alike and by itself. The answers change by about trace(G E H E') / 2, where G is the curvature of the
-KL divergence over the outputs (sensitivity.py): errors of several outputs cancel too. So each scale in turn is set to
-the least squares of that sum, and each code to the best one as all others are, three times. On SmolLM2 in int4 weighed
-tokens leave 0.82 of the KL of `--gptq`, and this 0.71 (docs/results.md).
+KL divergence over the outputs (sensitivity.py): errors of several outputs cancel too. So three times each scale in turn
+is set to the least squares of that sum, and each code to the one that makes it least while all others stay. On SmolLM2
+in int4 weighed tokens leave 0.82 of the KL of `--gptq`, and this 0.71 (docs/results.md).
 
     quotients, scale = tune_rounding(weight, quotients, scale, None, hessian, outputs, scheme.format)
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..formats.format import Format
 from ..formats.numbers import Floats
 from ..streaming.memory import BLOCK
-from .gptq import DAMPING, in_panels
+from .gptq import DAMPING, work_in_panels
 
 # Added to G's diagonal, as a share of its mean. A few texts say little of outputs that few tokens use, and errors of
 # all others would be moved into these: on SmolLM2 1 and 3 left 0.73 and 0.715 of GPTQ's KL in one round.
@@ -133,20 +133,20 @@ class _Tuning:
         self.hessian = hessian
         self.outputs = outputs
 
-        self.weight = self._of_columns(weight)
-        self.quotients = self._of_columns(quotients)
-        self.scales = self._of_groups(scale, 1.0)
-        self.zeros = torch.zeros_like(self.scales) if zero_point is None else self._of_groups(zero_point, 0.0)
+        self.weight = self._by_column(weight)
+        self.quotients = self._by_column(quotients)
+        self.scales = self._by_group(scale, 1.0)
+        self.zeros = torch.zeros_like(self.scales) if zero_point is None else self._by_group(zero_point, 0.0)
 
-    def _of_columns(self, values: Tensor, filled: float = 0.0) -> Tensor:
+    def _by_column(self, values: Tensor, filled: float = 0.0) -> Tensor:
         """[out, in] -> [in, blocks * BLOCK]."""
         return nn.functional.pad(values.T, (0, -len(values) % BLOCK), value=filled).contiguous()
 
-    def _of_groups(self, values: Tensor, filled: float) -> Tensor:
+    def _by_group(self, values: Tensor, filled: float) -> Tensor:
         """[out / height, groups] -> [groups, blocks * BLOCK]."""
-        return self._of_columns(values.repeat_interleave(self.height, 0)[: self.shape[0]], filled)
+        return self._by_column(values.repeat_interleave(self.height, 0)[: self.shape[0]], filled)
 
-    def _of_blocks(self, values: Tensor) -> Tensor:
+    def _by_block(self, values: Tensor) -> Tensor:
         """[in, blocks * BLOCK] -> [blocks, BLOCK, in]."""
         return values.reshape(len(values), -1, BLOCK).permute(1, 2, 0)
 
@@ -170,7 +170,7 @@ class _Tuning:
         for group, (scale, zero) in enumerate(zip(self.scales, self.zeros, strict=True)):
             columns = self._columns_of(group)
             values = self.quotients[columns] - zero
-            by_block = self._of_blocks(values)
+            by_block = self._by_block(values)
 
             # The scales of a block count together as G o (Q H Q').
             of_inputs = by_block @ self.hessian[columns, columns]
@@ -179,7 +179,7 @@ class _Tuning:
                 return (self.outputs @ (step[..., None] * of_inputs) * by_block).sum(-1)
 
             diagonal = self.outputs.diagonal(dim1=1, dim2=2) * (of_inputs * by_block).sum(-1)
-            gradient = (self.outputs @ self._of_blocks(weighed[columns]) * by_block).sum(-1)
+            gradient = (self.outputs @ self._by_block(weighed[columns]) * by_block).sum(-1)
             # Where all codes are zero the scale stays.
             refitted = scale + _solve(multiply, torch.where(diagonal > 0, diagonal, 1.0), gradient).reshape(-1)
 
@@ -190,7 +190,7 @@ class _Tuning:
             self.scales[group] = stored
 
     def move_codes(self) -> None:
-        """Set each code, column after column, to the best one as all others are."""
+        """Set each code, column after column, to the one that makes the sum least while all others stay."""
         # numba is optional; --tune is refused without it.
         from ..formats import compiled
 
@@ -206,7 +206,7 @@ class _Tuning:
             self.scales.numpy(),
         )
         move_panel = partial(compiled.move_panel, descent, self.fmt.number)
-        in_panels(weighed, changes, self.hessian, 0, self.shape[1], move_panel)
+        work_in_panels(weighed, changes, self.hessian, 0, self.shape[1], move_panel)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The quotients and the scales, as tune_rounding returns them."""

@@ -395,7 +395,7 @@ class Progress:
         self.between = self.SECONDS_BETWEEN_OBJECTS if self.lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.start + self.between
         if self.lines:
-            self._object()
+            self._print_object()
         elif _draws(self.stream):
             from tqdm import tqdm
 
@@ -415,16 +415,20 @@ class Progress:
                 self.bar.update(count)
             except OSError:
                 self.bar = None  # the terminal is gone
-        elif time.monotonic() >= self.next_line:
-            self.next_line = time.monotonic() + self.between
-            if self.lines:
-                self._object()
-            else:
-                line = f"{100 * self.done / self.total:.0f} % {self.did}"
-                left = self._seconds_left()
-                if left is not None:
-                    line += f", about {spoken(left)} left"
-                say(line, self.stream)
+            return
+
+        if time.monotonic() < self.next_line:
+            return
+        self.next_line = time.monotonic() + self.between
+        if self.lines:
+            self._print_object()
+            return
+
+        line = f"{100 * self.done / self.total:.0f} % {self.did}"
+        left = self._seconds_left()
+        if left is not None:
+            line += f", about {spoken(left)} left"
+        say(line, self.stream)
 
     def _seconds_left(self) -> float | None:
         """Estimate the time that is left from the speed so far; None until a hundredth is done."""
@@ -433,7 +437,7 @@ class Progress:
             return None
         return (time.monotonic() - self.start) / done * max(0, self.total - self.done)
 
-    def _object(self) -> None:
+    def _print_object(self) -> None:
         left = self._seconds_left()
         progress = {
             "stage": self.doing,
@@ -448,7 +452,7 @@ class Progress:
     def close(self) -> None:
         """Remove the bar, or print the last line of JSON."""
         if self.lines:
-            self._object()
+            self._print_object()
         if self.bar is not None:
             with suppress(OSError):
                 self.bar.close()

@@ -311,7 +311,7 @@ class Descent(NamedTuple):
 
 
 def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
-    """Set each code of columns low to high to the best one as all others are, and weigh its change in later columns.
+    """Set each code of columns low to high to the best while all others stay, and weigh its change in later columns.
 
     Args:
         weight: the columns, in which changes of all columns before `low` are weighed.

@@ -159,7 +159,7 @@ class _Comparer:
         ]
 
         self._compare_shapes()
-        self.misfits += self.config.contradictions()
+        self.misfits += self.config.find_wrong_lengths()
 
     def _lost_parts(self) -> Iterator[str]:
         for prefix, conditions in self.known.some.items():
@@ -236,7 +236,7 @@ class _Comparer:
         """Compare which layers have experts: engines refuse the other kind, or answer without it."""
         experts = {number for name, found in stored.present.items() if ".experts" in name for number in found}
         for number in sorted(stored.numbers):
-            said, expected = self.config.has_experts(number)
+            said, expected = self.config.find_sparsity(number)
             if expected is not None and expected != (number in experts):
                 has = "has experts" if number in experts else "has no experts"
                 self.wrong.setdefault(said, {})[f"{prefix}.{number} {has}"] = None
@@ -301,6 +301,7 @@ class _Comparer:
             for name, rule in kind.items()
             if rule.repeats and rule.repeats.startswith(ANY) and name in stored.present
         }
+
         for number in numbers:
             counts = {
                 name: self.config.of_layer(repeats[1:], number) or self._experts_of(f"{stored.prefix}.{number}", name)
@@ -308,6 +309,7 @@ class _Comparer:
                 if stored.present[name][number]
             }
             most = max(counts.values(), default=0)
+
             # Looking for each expert by its name takes seconds where there are tens of thousands.
             if any(stored.present[name][number] < most for name in counts):
                 self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(counts, most))
@@ -648,7 +650,7 @@ class ConfigSizes:
         """Whether config.json turns biases on, under one of the names that engines look at."""
         return any("bias" in key and value is True for key, value in self._text.items())
 
-    def has_experts(self, layer: int) -> tuple[str, bool | None]:
+    def find_sparsity(self, layer: int) -> tuple[str, bool | None]:
         """Return what Qwen's keys say, and whether a layer has experts; None without them or of draft layers."""
         text = self._text
         layers, dense, step = (text.get(key) for key in ("num_hidden_layers", "mlp_only_layers", "decoder_sparse_step"))
@@ -660,7 +662,7 @@ class ConfigSizes:
         said = f"mlp_only_layers is {short_repr(dense)} and decoder_sparse_step {step}"
         return said, layer not in dense and (layer + 1) % step == 0
 
-    def contradictions(self) -> Iterator[str]:
+    def find_wrong_lengths(self) -> Iterator[str]:
         """Lists of the kinds of layers that have not one for each layer: transformers refuses them.
 
         MTP layers may be in the list too.

@@ -50,12 +50,14 @@ def fit_notes(found: FitTable) -> list[str]:
         *_rounded_less(found.schemes),
         *_heads(found),
     ]
+
     if found.quantized_source:
         notes.append("the model is quantized already: KL is what is lost on top of that")
     if found.cache_in_config:
         notes.append("FP8 KV cache: config.json asks for it (docs/how-to/serve.md)")
     if found.unknown:
         notes.append(f"the KV cache is not counted: it is not known {terminal(found.unknown)}")
+
     return [*notes, *_needs(found.schemes), *_refused_lines(found)]
 
 
