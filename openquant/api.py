@@ -587,7 +587,7 @@ def _repository_text(names: Sequence[str] | None, publisher: Publisher) -> str:
     """Say whether there is a repository. `names`: those of its files, None if there is none."""
     if names is not None:
         return "a repository that exists"
-    return f"a repository that is created{', private' if publisher.push.private else ''}"
+    return f"a repository that is created{', private' if publisher.private else ''}"
 
 
 def _preview_evaluation(path: Path, target: Push) -> Preview:

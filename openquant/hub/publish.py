@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +80,15 @@ class Publisher:
     Attributes:
         complete: makes the published model card from the directory's card and the repository's name, "org/name" or
             "org/name@refs/pr/1"; None to publish the directory's card.
+        private: whether a repository that is created is private, as asked for or as a base model of the card is; known
+            after `prepare`.
     """
 
     def __init__(
         self, push: Push, directory: Path, digest: str, shards: Iterable[str], revision: str | None = None
     ) -> None:
         self.push = push
+        self.private = push.private
         self.revision = revision
         self.complete: Callable[[str, str], str] | None = None
         self.directory = directory
@@ -132,12 +136,14 @@ class Publisher:
                     f"{self.repo} exists and is public, so what --private asks for is not the case",
                     "make it private in its settings on the Hub, or leave --private out",
                 )
+            if repository is None:
+                self.private = self.push.private or has_private_base(text)
             if repository is None and not creates:
                 require_namespace(self.repo)
                 return None
             if repository is None:
-                # Without --private the organization's default counts.
-                private = self.push.private or None
+                # If it need not be private, the organization's default counts.
+                private = self.private or None
                 created = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True))
                 self.repo = created.repo_id
 
@@ -518,6 +524,25 @@ def find_repository(name: str) -> ModelInfo | None:
         raise
     except RepositoryNotFoundError:
         return None
+
+
+def has_private_base(card: str) -> bool:
+    """Return whether a model that a card names as its base is private on the Hub.
+
+    Args:
+        card: the text of README.md.
+
+    Raises:
+        HfHubHTTPError: the Hub cannot be asked.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    for name in base_models(card):
+        with suppress(HFValidationError, RepositoryNotFoundError):
+            if with_retries(partial(HfApi().model_info, name)).private:
+                return True
+    return False
 
 
 def require_valid_card(repo: str, card: str) -> None:

@@ -51,9 +51,11 @@ def problem_html(problem: OpenQuantError) -> str:
     Returns:
         A `div` that screen readers announce.
     """
+    # The page has few of the options.
+    label = "hint, on the command line" if " --" in f" {problem.hint}" else "hint"
     return (
         f'<div class="oq oq-problem" role="alert"><p><strong>error:</strong> {text_html(problem.message)}</p>'
-        f"<p><strong>hint:</strong> {text_html(problem.hint)}</p></div>"
+        f"<p><strong>{label}:</strong> {text_html(problem.hint)}</p></div>"
     )
 
 

@@ -663,6 +663,16 @@ def test_private_is_refused_for_a_public_repository(site: Site) -> None:
     assert site.held("user/seen") == {}
 
 
+def test_what_is_made_from_a_private_model_is_private(site: Site) -> None:
+    site.hub.create("user/hidden", private=True)
+    site.publish(site.source, "user/hidden")
+    site.works("compress", "-m", "user/hidden", "-o", site.out, "--push-to-hub", "user/run")
+    previewed = site.works("push", site.out, "user/later", "--dry-run").stdout
+    assert "user/later (a repository that is created, private)" in previewed
+    site.works("push", site.out, "user/later")
+    assert site.hub.stored["user/run"]["private"] and site.hub.stored["user/later"]["private"]
+
+
 IS_SOURCE = "error: user/name is what the model is made from, and would be replaced by it"
 IS_PLAIN = f"error: user/name holds unquantized weights ({FIRST}), which this model would replace"
 INSIST = "hint: push to another repository, open a pull request with --create-pr, or insist with --replace-weights"

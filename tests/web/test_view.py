@@ -90,6 +90,8 @@ def test_an_error_is_that_of_the_command_line():
     read = Read(problem_html(PlanError(f"{HOSTILE} is no model", "name another")))
     assert "script" not in read.tags
     assert read.text == ("error: <script>alert(1)</script>\"'&\\u202e\\x1b is no modelhint: name another")
+    options = Read(problem_html(PlanError("too little", "give --max-memory 2GB or more")))
+    assert options.text == "error: too littlehint, on the command line: give --max-memory 2GB or more"
 
 
 def test_names_of_a_model_are_text(plan, example):
