@@ -181,6 +181,13 @@ def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest
         (["compress", "x", "--scheme", "gptq"], "gptq is a method: --scheme int4 --gptq, or nvfp4 --gptq"),
         (["compress", "x", "--scheme", "Q4_K_M"], GGUF),
         (["compress", "x", "y", "Q4_K_M"], GGUF),
+        (["compress", "x", "--scheme", "INT4"], "did you mean int4? see openquant compress --help"),
+        (["compress", "x", "--scheme", "q4"], "four bits are --scheme int4 or nvfp4 here, best with --gptq"),
+        (["compress", "x", "--quantize", "int4"], "--scheme names the format"),
+        (
+            ["compress", "x", "--gpu", "4090"],
+            "--fit GPU chooses schemes for a GPU; openquant fit MODEL --gpu GPU shows what fits it",
+        ),
         (["compress", "x", "--kv-cache", "fp4"], "did you mean fp8? see openquant compress --help"),
         (["compress", "x", "--scheme", "mlx"], "MLX is Apple's: convert with mlx_lm.convert of mlx-lm"),
     ]:

@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, message: str, word: str, known: Collection[str]) -> NoReturn:
         """Raise a UsageError whose hint names the word nearest to an unknown one."""
-        near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
         raise UsageError(message, "".join([*(f"did you mean {name}? " for name in near), f"see {self.prog} --help"]))
 
     def format_help(self) -> str:

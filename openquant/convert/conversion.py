@@ -657,7 +657,8 @@ class _Worker:
             names = ", ".join(weight.extent(self.reader.where).label for weight in write.fused)
             raise PlanError(
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
-                "use --scheme block, or leave these layers as they are with --ignore",
+                "a weight this large is mostly damage: compare it with another copy, or leave these layers as they are "
+                "with --ignore",
             )
 
         return largest

@@ -386,6 +386,8 @@ SOURCE_DTYPES = ("BF16", "F16", "F32")
 _MOST_NAMED = 100
 # What stands before all names of a model that DistributedDataParallel, torch.compile or peft wraps.
 _WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
+# Parts that FullyShardedDataParallel and activation checkpointing put into names.
+_WRAPPED = re.compile(r"(?:^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Of a model that peft has wrapped.
 _PEFT = re.compile(r"\.(?:lora_\w+|base_layer|original_module|modules_to_save)\.")
 
@@ -511,14 +513,21 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
     return StackedTensor(info, tuple(layers))
 
 
+_RENAME = "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)"
+
+
 def _refuse_wrapped(names: Iterable[str]) -> None:
     """Refuse a checkpoint whose tensors all have the prefix of a wrapper."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in names):
             raise PlanError(
                 f"all names begin with {prefix}: the wrapped model was saved",
-                "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)",
+                _RENAME,
             )
+
+    found = next(filter(None, map(_WRAPPED.search, names)), None)
+    if found is not None:
+        raise PlanError(f"{found.string} has {found[1]} in its name: the wrapped model was saved", _RENAME)
 
 
 def _refuse_unmerged(names: Iterable[str]) -> None:

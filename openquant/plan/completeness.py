@@ -473,7 +473,6 @@ def compare_with_class(
     comparer = _Comparer(entry, known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
     comparer.run()
     lost = [_TASK_HEAD] if _lacks_task_head(entry, tensors, config) else []
-    lost += _lost_mtp_layers(entry, tensors, text)
     return ClassComparison([*lost, *_describe_losses(entry, comparer.losses)], comparer.misfits, known.is_built)
 
 
@@ -515,7 +514,9 @@ def completeness_notes(
     comparison = compare_with_class(entry, tensors, config, text)
     if comparison is None:
         return [f"{NOT_CHECKED}: nothing says which tensors {entry.model.name} has"]
-    notes = [f"the source lacks {text}" for text in comparison.lost]
+    # Nothing is wrong without MTP layers: transformers drops them when it saves, and leaves their count.
+    lost = [*_lost_mtp_layers(entry, tensors, text), *comparison.lost]
+    notes = [f"the source lacks {text}" for text in lost]
     notes += [f"config.json does not fit the tensors: {text}" for text in comparison.misfits]
     if not comparison.is_whole:
         notes.insert(0, f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}")

@@ -267,12 +267,13 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
             )
 
 
-_CONVERT_AGAIN = "download it again, or convert it again with --overwrite"
+_CONVERT_AGAIN = "download it again, or convert it again with --overwrite if the source is whole"
 # By words of the problems that they are for.
 _WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
 _HINTS = {
     " does not list ": _WRITE_ANEW,
     " lists ": _WRITE_ANEW,
+    ", as the source has it": "the source has it too: download or save that again, and convert it with --overwrite",
 }
 
 
@@ -333,6 +334,8 @@ class Report:
             next((hint for words, hint in _HINTS.items() if words in problem), _CONVERT_AGAIN): None
             for problem in self.problems
         }
+        if self.source is not None and _CONVERT_AGAIN in hints:
+            return [f"if {self.directory} was made from another model than {self.source}, name that", *hints]
         return list(hints)
 
     @property

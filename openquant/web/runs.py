@@ -310,8 +310,13 @@ def result_html(run: PageRun) -> str:
         parts.append(f"<p>The files are in <code>{text_html(run.output)}</code>.</p>")
 
     for words, found in zip(run.steps, run.results, strict=True):
-        if words[0] == "verify":
-            parts.append(f"<p>openquant verify: {text_html('; '.join(found['problems']) or 'no problems')}</p>")
+        if words[0] != "verify":
+            continue
+        if not found["problems"]:
+            parts.append("<p>openquant verify: no problems</p>")
+            continue
+        problems = text_html("; ".join(found["problems"]))
+        parts.insert(1, f'<div class="oq-problem" role="alert"><p>openquant verify: {problems}</p></div>')
     return "".join([*parts, "</section>"])
 
 

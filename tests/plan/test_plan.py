@@ -168,6 +168,13 @@ def test_the_prefix_of_a_wrapper_is_named(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=f"^all names begin with {re.escape(prefix)}: the wrapped model was saved$"):
             plan_of(root)
 
+    name = "model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
+    weights[name] = weights.pop("model.layers.0.mlp.up_proj.weight")
+    root = small_checkpoints.write(tmp_path / "sharded", weights=weights)
+    expected = f"^{name} has _fsdp_wrapped_module in its name: the wrapped model was saved$"
+    with pytest.raises(PlanError, match=expected):
+        plan_of(root)
+
 
 def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")

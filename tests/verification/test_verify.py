@@ -675,7 +675,7 @@ def test_problems_are_listed_and_the_exit_code_is_1(
     assert lines[1:5] == [
         f"problem: {ONE}: {Q}.weight has no scale: {Q}.weight_scale is missing",
         f"problem: {ONE}: {DOWN}.weight holds NaN, first at [3, 7]",
-        "hint: download it again, or convert it again with --overwrite",
+        "hint: download it again, or convert it again with --overwrite if the source is whole",
         "Qwen3ForCausalLM, quant_method fp8",
     ]
     assert lines[5].endswith(" in 1 shard: 38 tensors, 14 quantized layers")
@@ -687,7 +687,7 @@ def test_problems_are_listed_and_the_exit_code_is_1(
 def test_of_another_source_a_screen_is_printed(
     ours: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, out = ours
+    source, out = ours
     other = small_checkpoints.write(tmp_path / "other", seed=1)
     monkeypatch.setattr(text, "MOST_PROBLEMS", 3)
     code, stdout, _ = run_verify(capsys, out, "--source", other)
@@ -698,6 +698,9 @@ def test_of_another_source_a_screen_is_printed(
         f"and {len(found.problems) - 3} more problems: --json has them all",
         f"hint: no tensor equals one of {other}: give --source the model that {out} was made from",
     ]
+    # A finetune of the same model shares some.
+    change_weights(source, lambda weights: weights[f"{Q}.weight"].mul_(2))
+    assert verify(out, source, full=True).hints[0] == f"if {out} was made from another model than {source}, name that"
 
 
 def test_the_command_says_that_codes_were_not_compared(

@@ -31,9 +31,11 @@ def test_nan_is_a_problem_with_and_without_the_source(tmp_path: Path) -> None:
     places = [f"model.safetensors: {name} holds NaN (1 value)" for name in (HEAD, NORM)]
     assert sorted(verify(out).problems) == [f"{place}: the model answers NaN where it is used" for place in places]
     for full in (False, True):
-        assert sorted(verify(out, source, full=full).problems) == [
+        report = verify(out, source, full=full)
+        assert sorted(report.problems) == [
             f"{place}, as the source has it: the model answers NaN where it is used" for place in places
         ]
+        assert report.hints == ["the source has it too: download or save that again, and convert it with --overwrite"]
 
     # What the source does not have is named beside the difference.
     change_weights(source, planted(NORM, 1.0))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, WAITING, Runs, status_html
+from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, WAITING, PageRun, Runs, result_html, status_html
 
 
 @pytest.fixture
@@ -36,6 +36,17 @@ def test_runs_wait_their_turn(runs, example):
     # The same command continues what is there, or finds it finished.
     assert (first.results[0]["resumed"], second.results[0]["resumed"]) == (False, True)
     assert [path.name for path in runs.root.iterdir()] == ["tiny-qwen3-FP8"]
+
+
+def test_problems_that_verify_finds_stand_first_and_in_red():
+    run = PageRun(
+        "tiny", [["compress"], ["verify"]], results=[{"pushed_to": "https://hub/x"}, {"problems": ["<lost>"]}]
+    )
+    assert result_html(run).startswith(
+        '<section class="oq"><div class="oq-problem" role="alert"><p>openquant verify: &lt;lost&gt;</p></div>'
+    )
+    run.results[1]["problems"] = []
+    assert "oq-problem" not in result_html(run) and "openquant verify: no problems" in result_html(run)
 
 
 def test_an_error_is_that_of_the_command_and_the_next_run_goes_on(runs, example, tmp_path):
