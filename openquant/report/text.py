@@ -90,7 +90,7 @@ def plan_text(
 
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     last = [f"note: {note}" for note in (*plan.notes, *notes)]
-    if any(weight.format for weight, _ in plan.decisions.quantized):
+    if any(weight.format and not weight.is_stored_as(scheme.format) for weight, scheme in plan.decisions.quantized):
         last.insert(0, "note: the source is quantized already, and is rounded a second time (docs/sources.md)")
     if plan.decoded.left_out:
         last.insert(0, f"left out: {', '.join(plan.decoded.left_out)}")

@@ -147,3 +147,12 @@ def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.
     assert main(["compress", str(EXAMPLE), "-o", "new", *gptq, "mine.txt", "--dry-run"]) == 0
     assert explain(EXAMPLE, "**.q_proj", "int4", gptq=True, text="nope.jsonl").layers
     assert not (here / "new").exists()
+
+
+def test_a_plan_says_that_codes_are_rounded_a_second_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "note: the source is quantized already, and is rounded a second time (docs/sources.md)"
+    for words, noted in ((["-m", "FP8", "--scheme", "int4"], True), (["-m", "FP8", "--scheme", "keep"], False)):
+        assert main(["compress", *words, "--dry-run"]) == 0
+        assert (note in capsys.readouterr().out.splitlines()) == noted
+    assert main(["compress", "-m", str(EXAMPLE), "--dry-run"]) == 0
+    assert note not in capsys.readouterr().out
