@@ -260,6 +260,8 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
     if result.pushed_to is not None:
         said.append(f"pushed to {result.pushed_to}")
     said += not_finite_notes(result.not_finite, result.unread_shards)
+    # Said again, because a table may stand between: what is served is not the whole model.
+    said += [f"note: {terminal(note)}" for note in plan.warnings]
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])

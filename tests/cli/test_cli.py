@@ -166,6 +166,9 @@ def test_how_much_is_said(run: Run, source: Path, tmp_path: Path) -> None:
     )
     quiet = run("-m", damaged, "-q", "-o", "lossy", "--scheme", "int8-weights")
     assert (quiet.stdout, quiet.stderr) == ("", "note: the source lacks model.layers.1.mlp.up_proj\n")
+    # Before the commands that serve it, once more.
+    said = run("-m", damaged, "-o", "said", "--scheme", "int8-weights").stdout
+    assert "\nnote: the source lacks model.layers.1.mlp.up_proj\n\n  vllm serve said\n" in said
     verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")
     assert "\nnot quantized: model.layers.0.self_attn.q_proj\n" in verbose.stdout
     assert "\ncopied: generation_config.json\n" in verbose.stdout
