@@ -79,9 +79,10 @@ def check_headers(
     if entry is None:
         of_list = ""
         if as_loaded:
-            of_list = "which unquantized layers must be in the ignore list, and "
+            of_list = "which unquantized layers must be in the ignore list, "
         findings.notes.append(
-            f"{checkpoint.architecture} is not a known architecture: it was not checked {of_list}which layers are fused"
+            f"{checkpoint.architecture} is not a known architecture: it was not checked {of_list}which layers are "
+            "fused, and whether any is missing"
         )
     else:
         if as_loaded:

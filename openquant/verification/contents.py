@@ -311,11 +311,11 @@ class _Worker:
         if not self._read_codes(weight, original, comparison, lost, zeros):
             return
 
-        if lost is not None and lost.unusual:
+        if lost is not None and (lost.unusual or lost.nearly_zero):
             with self.reading.lock:
                 findings = self.reading.findings
-                layers = findings.zero_layers if comparison is None else findings.lost_layers
-                layers.add(weight.module)
+                is_lost = lost.unusual and comparison is not None
+                (findings.lost_layers if is_lost else findings.zero_layers).add(weight.module)
         if scale is not None and decodable and fmt is not None:
             self.output.check_values(weight, scale)
         if comparison is None or original is None:

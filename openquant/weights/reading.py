@@ -680,6 +680,7 @@ class LostWeights:
         self._low = 0
         self._known = False
         self._weights = 0
+        self._zero = 0
         self._lost = 0
 
     def look_at(self, codes: Codes, zero_point: Floats | None, bits: Bits | None) -> None:
@@ -712,8 +713,14 @@ class LostWeights:
             # Without the bit of the sign.
             weights = bits << 1 != 0
             self._weights += int(np.count_nonzero(weights))
+            self._zero += weights.size - int(np.count_nonzero(weights))
             zero = zero[:, : bits.shape[1]] & weights
         self._lost += int(np.count_nonzero(zero))
+
+    @property
+    def nearly_zero(self) -> bool:
+        """Whether nearly all weights are zero before they are quantized, as far as they are known."""
+        return self._zero > ZEROS_OF_UNKNOWN * (self._zero + self._weights)
 
     @property
     def unusual(self) -> bool:

@@ -46,6 +46,13 @@ def test_the_run_names_them(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
     result = compress(source, tmp_path / "kept", ignore=["**.down_proj"])
     assert NOTE in result.notes
 
+    # Two more have a single row that is not zero, which verify looks for too, with the source as without it.
+    nearly = ("model.layers.{0..1}.mlp.down_proj", "model.layers.{0..1}.self_attn.q_proj")
+    for original in (None, source):
+        report = verify(tmp_path / "block", original, full=original is not None)
+        assert report.problems == ()
+        assert f"nearly all weights are 0: {', '.join(nearly)}" in report.notes
+
 
 def test_what_is_not_quantized_and_what_gptq_has_rounded(tmp_path: Path) -> None:
     modules = ("model.embed_tokens", "model.layers.1.mlp.up_proj")
