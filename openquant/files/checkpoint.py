@@ -311,7 +311,9 @@ def read_config(root: Path) -> dict[str, Any]:
                 f"{root} holds a model in Mistral's own form (params.json), without a config.json",
                 "take the repository's safetensors and config.json of transformers, which most have beside it",
             )
-        raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
+        below = sorted(str(path.parent) for path in root.glob("*/config.json"))
+        hint = f"did you mean {' or '.join(below[:3])}?" if below else "give the directory that holds it"
+        raise SourceError(f"{root} is not a checkpoint: it has no config.json", hint)
 
     config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):

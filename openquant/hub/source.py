@@ -43,7 +43,7 @@ from ..files.destination import output_errors
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import FirstFailure, in_thread
 from ..weights.find import TOOL_CONFIG_FILES
-from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
+from .error_mapping import NotFound, Unreachable, is_offline, is_transient, source_errors, without_queries
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -244,6 +244,8 @@ def find_source(model: str, revision: str | None = None) -> Source:
         raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
     if exists:
         return local_source(path)
+    if path.suffix.lower() == SUFFIX:
+        raise NotFound(f"{model} is no file", "check the path; GGUF files of a repository are downloaded first")
 
     repo, at_sign, pinned = model.partition("@")
     if at_sign and revision is not None and revision != pinned:

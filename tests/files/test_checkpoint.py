@@ -176,7 +176,11 @@ def test_what_is_no_checkpoint_is_told(source: Path, tmp_path: Path) -> None:
 
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert_refused(folder, f"{folder} is not a checkpoint: it has no config.json")
+    assert_refused(folder, f"{folder} is not a checkpoint: it has no config.json", "give the directory that holds it")
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "config.json").write_text("{}")
+    hint = f"did you mean {folder}/checkpoint-500?"
+    assert_refused(folder, f"{folder} is not a checkpoint: it has no config.json", hint)
     (folder / "params.json").write_text("{}")
     assert_refused(folder, f"{folder} holds a model in Mistral's own form (params.json), without a config.json")
     (folder / ".openquant.json").write_text("{}")

@@ -73,6 +73,8 @@ REFUSED = [
     (["org/name", "--revision", "v9"], "org/name has no revision v9", TYPED),
     (["org/gated"], "org/gated is gated",
      "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
+    (["org/name.Q4_K_M.gguf"], "org/name.Q4_K_M.gguf is no file",
+     "check the path; GGUF files of a repository are downloaded first"),
     (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
     (["https://huggingface.co/org/name"], "https://huggingface.co/org/name does not exist, and is no Hub repository id "
      "either", "did you mean org/name?"),
