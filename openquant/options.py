@@ -715,7 +715,7 @@ class Push:
         read=read_text,
         common=True,
     )
-    private: bool = option(False, "Make the repository private if it is created.", HUB)
+    private: bool = option(False, "If the repository is created, make it private, as a private source does.", HUB)
     create_pr: bool = option(False, "Open a pull request instead of committing to main.", HUB)
     message: str | None = option(
         None,
