@@ -41,6 +41,8 @@ FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model", "spiece.model", "spm.model",
     "sentencepiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
+# Which of them a tokenizer needs depends on its class, but settings alone are never enough.
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _MAX_FILE = 256 << 20
@@ -173,8 +175,7 @@ def load_tokenizer(directory: Path, where: str | None = None, like: Tokenizer | 
     """
     where = where or str(directory)
     files = _read(directory)
-    # Which files a tokenizer needs depends on its class, but settings alone are never enough.
-    if not files.keys() - {*_CONFIGS, *TEMPLATES, "added_tokens.json"}:
+    if not files.keys() - {*SETTINGS, *TEMPLATES}:
         raise SourceError(
             f"{where} has no tokenizer: none of {', '.join(FILES[:1] + FILES[4:9])} is there",
             "copy the tokenizer's files from the model it was made from",

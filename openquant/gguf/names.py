@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from gguf.constants import MODEL_ARCH_NAMES
@@ -23,7 +23,9 @@ from ..errors import SourceError, UsageError
 from ..files.gguf import GgufTensor
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
-from .source import GgufArchitecture
+
+if TYPE_CHECKING:
+    from .source import GgufArchitecture
 
 _HEAD_NAME = "lm_head.weight"
 # Rotary frequencies' factors, which become a part of config.json.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..data.tokenizer import FILES as TOKENIZER_FILES
+from ..data.tokenizer import SETTINGS
 from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
 from ..evaluation.types import kl_text
 from ..files.destination import DiskSpace
@@ -268,6 +270,8 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
     said += not_finite_notes(result.not_finite, result.unread_shards)
     # Said again, because a table may stand between: what is served is not the whole model.
     said += [f"note: {terminal(note)}" for note in plan.warnings]
+    if not {*TOKENIZER_FILES}.difference(SETTINGS).intersection(plan.files):
+        said.append("note: the source has no tokenizer, which engines need: copy its files into the output")
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])

@@ -168,7 +168,9 @@ def test_how_much_is_said(run: Run, source: Path, tmp_path: Path) -> None:
     assert (quiet.stdout, quiet.stderr) == ("", "note: the source lacks model.layers.1.mlp.up_proj\n")
     # Before the commands that serve it, once more.
     said = run("-m", damaged, "-o", "said", "--scheme", "int8-weights").stdout
-    assert "\nnote: the source lacks model.layers.1.mlp.up_proj\n\n  vllm serve said\n" in said
+    tokenizer = "note: the source has no tokenizer, which engines need: copy its files into the output\n"
+    assert f"\nnote: the source lacks model.layers.1.mlp.up_proj\n{tokenizer}\n  vllm serve said\n" in said
+    assert "tokenizer" not in run("-m", EXAMPLE, "-o", "whole").stdout
     verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")
     assert "\nnot quantized: model.layers.0.self_attn.q_proj\n" in verbose.stdout
     assert "\ncopied: generation_config.json\n" in verbose.stdout
