@@ -53,20 +53,11 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # The tests marked quick: files, and of the walk through all architectures these.
 QUICK = (
-    "calibration/test_gptq_update.py",
-    "cli/test_cli.py",
-    "convert/test_written.py",
-    "evaluation/test_kl.py",
-    "files/test_checkpoint.py",
-    "files/test_output.py",
-    "formats/test_kernels.py",
-    "formats/test_schemes.py",
-    "plan/test_plan.py",
-    "plan/test_tensor_parallel.py",
-    "test_house.py",
-    "test_options.py",
+    "calibration/test_gptq_update.py", "cli/test_cli.py", "convert/test_written.py", "evaluation/test_kl.py",
+    "files/test_checkpoint.py", "files/test_output.py", "formats/test_kernels.py", "formats/test_schemes.py",
+    "plan/test_plan.py", "plan/test_tensor_parallel.py", "test_house.py", "test_options.py",
     "weights/test_stacks.py",
-)
+)  # fmt: skip
 WALKED_QUICKLY = re.compile(
     r"\[(Qwen3|Qwen3Moe|Gemma3|Llama4|Phi3|DeepseekV3|Qwen3Next|GraniteMoe)ForCausalLM\]|Gemma3ForConditionalGeneration"
 )
@@ -74,19 +65,11 @@ WALKED_QUICKLY = re.compile(
 
 # The files that take longest, which begin first: the last one to end has all processors but one for nothing.
 LONGEST = (
-    "serve/test_serve.py",
-    "serve/test_sglang.py",
-    "web/test_page.py",
-    "registry/test_every_architecture.py",
-    "hub/test_push.py",
-    "serve/test_serve_four_bits.py",
-    "serve/test_serve_pooled.py",
-    "serve/test_serve_real_model.py",
-    "test_real_models.py",
-    "space/test_static_page.py",
-    "test_distributed.py",
+    "serve/test_serve.py", "serve/test_sglang.py", "web/test_page.py", "registry/test_every_architecture.py",
+    "hub/test_push.py", "serve/test_serve_four_bits.py", "serve/test_serve_pooled.py",
+    "serve/test_serve_real_model.py", "test_real_models.py", "space/test_static_page.py", "test_distributed.py",
     "weights/test_find.py",
-)
+)  # fmt: skip
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
 # too, and answers over HTTP but for one; launchers of ranks; scores of all architectures, and those of a run that goes on;

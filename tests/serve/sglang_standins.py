@@ -73,27 +73,14 @@ class KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 OPERATORS = {
     "torchvision": ("nms", "qnms"),
     "sgl_kernel": (
-        "apply_multidimensional_rope_cpu",
-        "apply_rotary_pos_emb_cpu",
-        "causal_conv1d_weight_pack",
-        "conv3d_embed_cpu",
-        "conv3d_embed_weight_pack",
-        "decode_attention_cpu",
-        "extend_attention_cpu",
-        "flash_attn_varlen_func",
-        "fused_dual_residual_rmsnorm_cpu",
-        "fused_gdn_gating_cpu",
-        "fused_input_proj_cpu",
-        "fused_moe_router_cpu",
-        "fused_qk_gemma_rmsnorm_cpu",
-        "fused_qk_gemma_rmsnorm_with_gate_cpu",
-        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-        "fused_qkvzba_split_reshape_cat_cpu",
-        "fused_sigmoid_gating_delta_rule_update_cpu",
-        "fused_sigmoid_mul_cpu",
-        "rmsnorm_cpu",
+        "apply_multidimensional_rope_cpu", "apply_rotary_pos_emb_cpu", "causal_conv1d_weight_pack",
+        "conv3d_embed_cpu", "conv3d_embed_weight_pack", "decode_attention_cpu", "extend_attention_cpu",
+        "flash_attn_varlen_func", "fused_dual_residual_rmsnorm_cpu", "fused_gdn_gating_cpu", "fused_input_proj_cpu",
+        "fused_moe_router_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu", "fused_qkvzba_split_reshape_cat_cpu",
+        "fused_sigmoid_gating_delta_rule_update_cpu", "fused_sigmoid_mul_cpu", "rmsnorm_cpu",
     ),
-}
+}  # fmt: skip
 LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in OPERATORS}
 for library, operators in OPERATORS.items():
     for operator in operators:

@@ -7,75 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from openquant.files.cards import check_evaluation
 from openquant.files.checkpoint import Fingerprint, open_checkpoint
 from openquant.files.model_files import EVAL_FILE
 
-EDGES = [1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]
-
 
 def evaluation(digest: str = "0" * 64) -> dict[str, Any]:
     """An eval.json, of an output with that fingerprint."""
-    return check_evaluation(
-        {
-            "kl": {
-                "mean": 0.00129,
-                "interval": [0.00121, 0.00137],
-                "median": 0.00081,
-                "p90": 0.0029,
-                "p99": 0.0081,
-                "p999": 0.021,
-                "max": 0.118,
-                "share_above_0.1": 0.0002,
-            },
-            "kl_by_confidence": [
-                {"from": low / 5, "to": (low + 1) / 5, "positions": 100 * (5 - low), "kl": 0.002 - low * 0.0004}
-                for low in range(5)
-            ],
-            "kl_by_position": [
-                {"from": 0, "to": 256, "positions": 700, "kl": 0.0015},
-                {"from": 256, "to": 512, "positions": 800, "kl": 0.0011},
-            ],
-            "kl_by_domain": [
-                {"domain": "prose.txt", "positions": 800, "kl": 0.0011, "interval": [0.001, 0.0012]},
-                {"domain": "code.jsonl", "positions": 700, "kl": 0.0015, "interval": None},
-            ],
-            "kl_histogram": {
-                "edges": EDGES,
-                "output": [0.0, 0.02, 0.18, 0.46, 0.31, 0.029, 0.001],
-                "floor": [0.03, 0.22, 0.55, 0.18, 0.02, 0.0, 0.0],
-            },
-            "top1": 0.9786,
-            "top5": 0.9999,
-            "perplexity": {"source": 12.31, "output": 12.34, "ratio": 1.0021, "interval": [1.0008, 1.0035]},
-            "rms_dp": 0.0091,
-            "weights_only": {"kl": 0.00105, "top1": 0.9811, "perplexity": 12.33},
-            "floor": {"kl": 0.00007, "top1": 0.9961},
-            "layers": [
-                {"layer": f"model.layers.{number}", "distance": 0.004 * (number + 1), "floor": 0.001 * (number + 1)}
-                for number in range(4)
-            ],
-            "texts": [
-                {
-                    "prompt": "Once upon a time",
-                    "source": " there was a fox that lived in a wood.",
-                    "output": " there was a fox that slept all day.",
-                    "differs_at": 6,
-                },
-                {"prompt": "The", "source": " end.", "output": " end.", "differs_at": None},
-                {"prompt": "It", "text": " was so.", "source": " is so.", "output": " was so.", "differs_at": 0},
-            ],
-            "verdict": "close",
-            "reasons": ["the KL is 18 times the floor, and below 0.01 nats"],
-            "suspects": [],
-            "sizes": {"source": 8394240, "output": 5249280},
-            "text": {"files": ["prose.txt"], "sha256": "ab" * 32, "documents": 8, "length": 512, "positions": 1500},
-            "versions": {"openquant": "0.1.0"},
-            "seed": 0,
-            "source": {"name": "org/tiny", "digest": "1" * 64, "stamp": "1" * 64},
-            "output": {"name": "tiny-FP8", "digest": digest, "stamp": "2" * 64},
-        }
-    )
+    found = yaml.safe_load(Path(__file__).with_name("evaluation.yaml").read_text())
+    found["output"]["digest"] = digest
+    return check_evaluation(found)
 
 
 def several() -> list[dict[str, Any]]:
