@@ -190,7 +190,7 @@ class _Tuning:
             self.scales[group] = stored
 
     def move_codes(self) -> None:
-        """Set each code, column after column, to the one that makes the sum least while all others stay."""
+        """Move each code, column after column, to the value of the least loss, all others held."""
         # numba is optional; --tune is refused without it.
         from ..formats import compiled
 

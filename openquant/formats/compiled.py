@@ -311,7 +311,7 @@ class Descent(NamedTuple):
 
 
 def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
-    """Set each code of columns low to high to the best while all others stay, and weigh its change in later columns.
+    """Move each code in columns low to high to the least loss, the others held, and add its change to later columns.
 
     Args:
         weight: the columns, in which changes of all columns before `low` are weighed.

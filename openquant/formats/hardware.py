@@ -437,6 +437,7 @@ _MEANINGS = {
     **dict.fromkeys(("bnb", "nf4", "4bit"), "four bits are --scheme int4 or nvfp4 here, best with --gptq"),
     **dict.fromkeys(("f16", "fp16", "bf16", "bfloat16"), "16 bits are the model as it is; dequantize makes bfloat16"),
     **dict.fromkeys(("gguf", "ollama", "llama.cpp", "llama_quantize", "llama_server", "imatrix"), GGUF),
+    # Options that a verb does not have: `meaning_of` looks words up with underscores for dashes.
     **dict.fromkeys(("__quantize", "__quantization", "__quant", "__q4", "__q8"), "--scheme names the format"),
     "__gpu": "--fit GPU chooses schemes for a GPU; openquant fit MODEL --gpu GPU shows what fits it",
     **dict.fromkeys(("q4", "int4_awq", "int4_gptq"), "four bits are --scheme int4 or nvfp4 here, best with --gptq"),

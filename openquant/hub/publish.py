@@ -527,7 +527,7 @@ def find_repository(name: str) -> ModelInfo | None:
 
 
 def has_private_base(card: str) -> bool:
-    """Return whether a model that a card names as its base is private on the Hub.
+    """Return whether the Hub has a base model of a card as a private repository.
 
     Args:
         card: the text of README.md.

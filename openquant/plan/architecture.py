@@ -517,13 +517,10 @@ _RENAME = "save what it wraps, or rename the tensors (docs/how-to/check-a-checkp
 
 
 def _refuse_wrapped(names: Iterable[str]) -> None:
-    """Refuse a checkpoint whose tensors all have the prefix of a wrapper."""
+    """Refuse names with the prefix of a wrapper, which all of them have, or with the part that FSDP puts into them."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in names):
-            raise PlanError(
-                f"all names begin with {prefix}: the wrapped model was saved",
-                _RENAME,
-            )
+            raise PlanError(f"all names begin with {prefix}: the wrapped model was saved", _RENAME)
 
     found = next(filter(None, map(_WRAPPED.search, names)), None)
     if found is not None:

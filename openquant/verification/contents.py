@@ -136,6 +136,7 @@ class _Reading:
         self.progress = progress
         self.lock = threading.Lock()
         self.stopped = threading.Event()
+
         # Each with the number of its task, by which they are sorted at the end.
         self.problems: list[tuple[int, str]] = []
         self.errors: list[tuple[int, LayerError]] = []

@@ -719,7 +719,7 @@ class LostWeights:
 
     @property
     def nearly_zero(self) -> bool:
-        """Whether nearly all weights are zero before they are quantized, as far as they are known."""
+        """Whether nearly all weights of the source are zero; False where these are not known."""
         return self._zero > ZEROS_OF_UNKNOWN * (self._zero + self._weights)
 
     @property
