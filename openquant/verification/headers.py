@@ -331,12 +331,13 @@ class Report:
             ]
 
         hints = {
-            next((hint for words, hint in _HINTS.items() if words in problem), _CONVERT_AGAIN): None
+            problem: next((hint for words, hint in _HINTS.items() if words in problem), _CONVERT_AGAIN)
             for problem in self.problems
         }
-        if self.source is not None and _CONVERT_AGAIN in hints:
-            return [f"if {self.directory} was made from another model than {self.source}, name that", *hints]
-        return list(hints)
+        found = list(dict.fromkeys(hints.values()))
+        if any(hint == _CONVERT_AGAIN and "the source" in problem for problem, hint in hints.items()):
+            found.append(f"if {self.directory} was made from another model than {self.source}, name that")
+        return found
 
     @property
     def worst(self) -> list[LayerError]:
