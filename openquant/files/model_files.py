@@ -37,7 +37,9 @@ EVALUATION_FILES = (EVAL_FILE, EVAL_PAGE, EVAL_PICTURE)
 # What engines, transformers, its processors and sentence-transformers read, in any directory and in lower case; parsers
 # that `vllm serve` takes as plugins; and what a reader of the card is referred to.
 MODEL_FILES = (
-    "config.json", "*_config.json", "configuration.json", "config_sentence_transformers.json", "modules.json",
+    "config.json", "configuration.json", "generation_config.json", "*processor_config.json", "*extractor_config.json",
+    "*quant*_config.json", "*tokenizer_config.json", "sparse_attention_config.json", "modules.json",
+    "sentence_*_config.json", "config_sentence_transformers.json",
     "params.json", "modelcard.json", ".gitattributes", "*_parser*.py",
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json", "normalizer.json", "emoji.json",
     "*vocab*.json", "*vocab*.txt", "*vocab*.gz", "merges*.txt", "dict.txt", "encoder.json", "*.bpe", "bpe.codes",

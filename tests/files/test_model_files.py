@@ -15,13 +15,13 @@ from support import small_checkpoints
 
 PRIVATE = (
     *(".env", ".netrc", ".bash_history", ".ssh/id_rsa", "id_rsa", "credentials.json", "secrets.yaml", "service.pem"),
-    *("train.jsonl", "data/part-0.parquet", "eval_results.json", "trainer_state.json", "all_results.json"),
+    *("train.jsonl", "data/part-0.parquet", "eval_results.json", "trainer_state.json", "wandb_config.json"),
     *("nohup.out", "slurm-17.out", "wandb/run/debug.txt", "runs/x/metrics.csv", "notes.md", "todo.txt"),
     *("zero_to_fp32.py", "train.py", "latest", "dist/x-1.0-py3-none-any.whl", "Untitled.ipynb", "selfie.png"),
 )
 BELONGS = (
     *("tokenizer.model", "vocab.json", "merges.txt", "qwen.tiktoken", "tekken.json", "chat_template.jinja"),
-    *("additional_chat_templates/tools.jinja", "video_preprocessor_config.json", "1_Pooling/config.json"),
+    *("additional_chat_templates/tools.jinja", "sentence_bert_config.json", "1_Pooling/config.json"),
     *("LICENSE", "Notice.txt", "USE_POLICY.md", "README_zh.md", ".gitattributes", "nano_v3_reasoning_parser.py"),
 )
 
