@@ -5,6 +5,7 @@ Any other exception is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,9 @@ class OpenQuantError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        # A traceback ends with it.
+        if sys.version_info >= (3, 11):
+            self.add_note(f"hint: {hint}")
 
     def __reduce__(self) -> tuple[type[OpenQuantError], tuple[str, str]]:
         """Let it be pickled, as a pool of processes does with what a worker raises."""

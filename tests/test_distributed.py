@@ -150,7 +150,7 @@ def test_an_environment_that_makes_no_sense_is_refused() -> None:
 
 
 def test_ranks_need_a_place_to_meet(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^2 ranks have no place to meet$"):
+    with pytest.raises(UsageError, match="^2 ranks have no place to meet"):
         compress(source, tmp_path / "out", ranks=Ranks(1, 2))
 
 

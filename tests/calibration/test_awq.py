@@ -216,7 +216,7 @@ def test_unsupported_options_are_refused(made: Twin, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         compress(EXAMPLE, tmp_path / "out", "int8", awq=True)
     assert caught.value.message == "--awq brings --scheme int8 nothing: it is for groups of integers"
-    with pytest.raises(UsageError, match="^--smooth and --awq both divide inputs of layers$"):
+    with pytest.raises(UsageError, match="^--smooth and --awq both divide inputs of layers"):
         compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, scheme_for={"**.mlp.*": "int4"}, awq=True)
     old = replace(
         read_calibration(made.calibration),

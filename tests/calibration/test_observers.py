@@ -231,7 +231,7 @@ def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.part")
-    with pytest.raises(SourceError, match="x.part is not a regular file$"):
+    with pytest.raises(SourceError, match="x.part is not a regular file"):
         PassCheckpoint(tmp_path / "x.part", {})
 
 

@@ -276,7 +276,7 @@ def test_what_it_cannot_be_used_with(tmp_path: Path, monkeypatch: pytest.MonkeyP
             compress(EXAMPLE, tmp_path / "out", "int4", **options)
         assert caught.value.message == message
     monkeypatch.setattr("openquant.api.find_spec", lambda _: None)
-    with pytest.raises(UsageError, match="^--tune needs numba$"):
+    with pytest.raises(UsageError, match="^--tune needs numba"):
         compress(EXAMPLE, tmp_path / "out", "int4", **SMALL)
     assert not list(tmp_path.iterdir())
 
@@ -296,5 +296,5 @@ def test_gradients_that_overflow_are_refused(shelf: Shelf, monkeypatch: pytest.M
     monkeypatch.setattr(
         "openquant.calibration.sensitivity.draw_gradient", lambda logits, _: torch.full_like(logits, torch.inf)
     )
-    with pytest.raises(OpenQuantError, match=r"^gradients at the outputs of .* are not finite$"):
+    with pytest.raises(OpenQuantError, match=r"^gradients at the outputs of .* are not finite"):
         find_sensitivities(model, CORPUS, linears_of(model), budget=0)

@@ -98,7 +98,7 @@ def test_what_a_tokenizer_sets_before_a_text_begins_every_document(tmp_path: Pat
     assert {document.ids[:2] for document in corpus.documents} == {(7, 8)}
     assert {len(document.ids) for document in corpus.documents} == {32}
     assert all(tokenizer.decode(document.ids[2:]) in text.read_text() for document in corpus.documents)
-    with pytest.raises(OpenQuantError, match="^samples of 2 tokens have no room for text$"):
+    with pytest.raises(OpenQuantError, match="^samples of 2 tokens have no room for text"):
         read_corpus(Texts(text=[text], length=2), replace(tokenizer, prefix=(7, 8)))
 
 

@@ -67,7 +67,7 @@ def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokeniz
         "<|endoftext|>[system] Be brief.\n[user] Hi\n[assistant]",
     ]
     with pytest.raises(
-        SourceError, match=f"tiny-qwen3 has no chat template, which {re.escape(str(path))} line 3 needs$"
+        SourceError, match=f"tiny-qwen3 has no chat template, which {re.escape(str(path))} line 3 needs"
     ):
         read_prompts(path, plain)
 
@@ -90,8 +90,8 @@ def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, subtests
 
 
 def test_files_that_are_none(tmp_path: Path, plain: Tokenizer) -> None:
-    with pytest.raises(SourceError, match=r"nothing cannot be read: No such file or directory$"):
+    with pytest.raises(SourceError, match=r"nothing cannot be read: No such file or directory"):
         read_prompts(tmp_path / "nothing", plain)
     (tmp_path / "latin.txt").write_bytes(b"fine\nGr\xf6\xdfe")
-    with pytest.raises(SourceError, match=r"latin\.txt is not UTF-8: invalid start byte at byte 7$"):
+    with pytest.raises(SourceError, match=r"latin\.txt is not UTF-8: invalid start byte at byte 7"):
         read_prompts(tmp_path / "latin.txt", plain)

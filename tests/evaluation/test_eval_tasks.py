@@ -277,7 +277,7 @@ def test_tasks_have_a_metric_in_common(tmp_path: Path) -> None:
         "lines": ("acc", "acc_norm"),
         "mine": ["acc_norm"],
     }
-    with pytest.raises(UsageError, match=r"no metric in common: foreign has acc, mine has acc_norm$"):
+    with pytest.raises(UsageError, match=r"no metric in common: foreign has acc, mine has acc_norm"):
         read_tasks([yaml, write_big_bench(tmp_path / "foreign.json")], 1)
 
 

@@ -20,7 +20,7 @@ def test_what_is_no_small_regular_file_is_refused_at_once(subtests: pytest.Subte
         with subtests.test(kind):
             make(tmp_path / kind)
             says = "is larger than 3 bytes" if kind == "too large" else "is not a regular file"
-            with pytest.raises(SourceError, match=f"^config.json {says}$"):
+            with pytest.raises(SourceError, match=f"^config.json {says}"):
                 read_small(tmp_path / kind, "config.json", 3)
 
 
@@ -41,5 +41,5 @@ def test_json_that_engines_would_not_read_is_refused(subtests: pytest.Subtests) 
 
 
 def test_what_is_no_name_of_a_file_is_an_error_of_the_source(tmp_path) -> None:
-    with pytest.raises(SourceError, match="^it is no name that a file can have$"):
+    with pytest.raises(SourceError, match="^it is no name that a file can have"):
         read_small(tmp_path / "a\0b", "it")

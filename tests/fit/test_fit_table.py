@@ -414,7 +414,7 @@ def test_a_context_is_no_longer_than_the_model_allows() -> None:
     with pytest.raises(PlanError, match="^--context 8193 is more than the model allows"):
         allowed_context(8193, 2048)
     plan = make_plan(open_checkpoint(EXAMPLE), SCHEMES["int4"])
-    with pytest.raises(PlanError, match="max_position_embeddings is 2,048$"):
+    with pytest.raises(PlanError, match="max_position_embeddings is 2,048"):
         weights_on_gpus(read_budget("24GB"), plan, 9000, False)
 
 
@@ -474,7 +474,7 @@ def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_pat
 def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path: Path) -> None:
     tied = qwen(tmp_path / "tied", layers=1, tie_word_embeddings=True)
     with pytest.raises(
-        PlanError, match=r"^config.json ties the output head to the embedding, although the source has one$"
+        PlanError, match=r"^config.json ties the output head to the embedding, although the source has one"
     ):
         fit_table(tied, "4090", quantize_lm_head=True)
 

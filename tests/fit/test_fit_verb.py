@@ -93,7 +93,7 @@ def test_budgets_are_read() -> None:
 def test_other_budgets_are_refused(tmp_path: Path) -> None:
     texts = ["24", "0GB", "0x24GB", "-1GB", "kl=0", "kl=-1", "kl=x", "size=", "0bits", "bits", "24GB 8k", "0x4090"]
     for text in (*texts, "9" * 400 + "GB"):
-        with pytest.raises(UsageError, match="^--fit .* is no size$") as caught:
+        with pytest.raises(UsageError, match="^--fit .* is no size") as caught:
             compress(EXAMPLE, tmp_path / "out", fit=text)
         assert "5.0bits" in caught.value.hint, text
 
@@ -244,7 +244,7 @@ def test_options_that_it_decides_are_refused(subtests: pytest.Subtests) -> None:
             value = given.get(name, True)
             recipe = Recipe(**{name: value})  # type: ignore[arg-type]
             flag = "--" + name.replace("_", "-")
-            with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given$"):
+            with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given"):
                 refuse_options(recipe)
 
 
@@ -256,14 +256,14 @@ def test_scores_that_are_kept_need_no_memory(scored: Path, monkeypatch: pytest.M
 
 
 def test_several_ranks_are_refused() -> None:
-    with pytest.raises(UsageError, match="^several ranks cannot share --fit$") as caught:
+    with pytest.raises(UsageError, match="^several ranks cannot share --fit") as caught:
         refuse_ranks(Ranks(0, 2))
     assert caught.value.hint == "run it in one process, and the others with its --recipe"
 
 
 @pytest.mark.usefixtures("few")
 def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(scored: Path) -> None:
-    with pytest.raises(PlanError, match="^only unquantized weights lose so little$"):
+    with pytest.raises(PlanError, match="^only unquantized weights lose so little"):
         compress(EXAMPLE, scored / "out", fit="kl=1e-12")
     assert not (scored / "out").exists()
 

@@ -132,12 +132,12 @@ def test_a_sound_file_is_refused_where_it_cannot_be_used(
     assert refused.value.message == f"{tmp_path} holds GGUF weights (m.gguf), which are read from a file"
     assert refused.value.hint == "download it if it is on the Hub, and give the path of the file"
     # Options of repositories.
-    with pytest.raises(UsageError, match="m.gguf is a local file, which has no revision main$"):
+    with pytest.raises(UsageError, match="m.gguf is a local file, which has no revision main"):
         openquant.dequantize(file, tmp_path / "out", revision="main")
-    with pytest.raises(UsageError, match="m.gguf is a local file, nothing of it can be streamed$"):
+    with pytest.raises(UsageError, match="m.gguf is a local file, nothing of it can be streamed"):
         openquant.dequantize(file, tmp_path / "out", stream=True)
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
-    with pytest.raises(UsageError, match="^this transformers is too old to build the tokenizers of GGUF files$"):
+    with pytest.raises(UsageError, match="^this transformers is too old to build the tokenizers of GGUF files"):
         open_gguf(file)
 
 

@@ -121,7 +121,7 @@ def test_unknown_architecture_names_the_nearest(source: Path) -> None:
         f"Qwen3MoForCausalLM is not a known architecture; of {len(MODELS)} that are, the nearest are "
         "Qwen3MoeForCausalLM, Qwen3ForCausalLM, Qwen3_5MoeForCausalLM"
     )
-    with pytest.raises(PlanError, match="; of [0-9]+ that are, none has a name like it$"):
+    with pytest.raises(PlanError, match="; of [0-9]+ that are, none has a name like it"):
         find_architecture(open_checkpoint(source), "xyz")
     assert caught.value.hint == (
         "if it is one of them by another name, say which with --architecture; --architecture auto goes by "
@@ -165,7 +165,7 @@ def test_the_prefix_of_a_wrapper_is_named(tmp_path: Path) -> None:
     for prefix in ("module.", "_orig_mod.", "base_model.model."):
         wrapped = {f"{prefix}{name}": weight for name, weight in weights.items()}
         root = small_checkpoints.write(tmp_path / prefix, weights=wrapped)
-        with pytest.raises(PlanError, match=f"^all names begin with {re.escape(prefix)}: the wrapped model was saved$"):
+        with pytest.raises(PlanError, match=f"^all names begin with {re.escape(prefix)}: the wrapped model was saved"):
             plan_of(root)
 
     name = "model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
@@ -772,7 +772,7 @@ def test_reward_models_whose_head_vllm_takes_for_quantized(tmp_path: Path) -> No
     name = "Qwen2ForRewardModel"
     assert f"{VLLM} {why.format(name)}: serve this output in SGLang" in plan_of(source(name)).notes
     name = "Qwen2ForProcessRewardModel"
-    with pytest.raises(PlanError, match=f"^{VLLM} {why.format(name)}; {SGLANG} has no such class$"):
+    with pytest.raises(PlanError, match=f"^{VLLM} {why.format(name)}; {SGLANG} has no such class"):
         plan_of(source(name))
     assert plan_of(source("Qwen3ForRewardModel")).notes == ()
 
@@ -801,7 +801,7 @@ def test_a_layer_that_vllm_builds_without_a_name_has_the_scheme_of_most(tmp_path
 
 
 def test_no_quantized_head_for_what_has_none(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="^Qwen3Model has no output head$"):
+    with pytest.raises(PlanError, match="^Qwen3Model has no output head"):
         with_head(as_class(tmp_path / "a", "Qwen3Model", body()), CHANNEL)
 
 

@@ -526,7 +526,7 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
         r"but \1\.weight_packed holds codes of \[\2, (256|512)\]"
     )
     for work in (dequantize, partial(compress, scheme="int8")):
-        with pytest.raises(SourceError, match=f"^{told}$") as caught:
+        with pytest.raises(SourceError, match=f"^{told}") as caught:
             work(source, tmp_path / "out")
         assert caught.value.hint.startswith("rows that do not fill their words are not supported")
 
@@ -539,10 +539,10 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
     # Where codes need no change, nothing is decoded.
     _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path / "ours")
     change_weights(out, lambda weights: weights[f"{Q}.weight_shape"].copy_(torch.tensor([256, 255])))
-    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is \[256, 255\], but .* \[256, 256\]$"):
+    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is \[256, 255\], but .* \[256, 256\]"):
         compress(out, tmp_path / "copied", "int8-weights")
     change_weights(out, lambda weights: weights.update({f"{Q}.weight_shape": torch.tensor([256, 256, 1])}))
-    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is I64 \[3\], not two integers$"):
+    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is I64 \[3\], not two integers"):
         make_plain_plan(open_checkpoint(out), "")
 
 

@@ -128,10 +128,10 @@ def test_a_tool_s_own_file_says_how_weights_are_stored(
     assert not (tmp_path / "again" / name).exists()
     assert verify(source, tmp_path / "plain").problems == ()
     change_json(source / name, lambda found: found.update(bits=3, w_bit=3))
-    with pytest.raises(PlanError, match=f"^the source is already quantized: {name} has weights of 3 bits$"):
+    with pytest.raises(PlanError, match=f"^the source is already quantized: {name} has weights of 3 bits"):
         dequantize(source, tmp_path / "never")
     (source / name).write_text("[]")
-    with pytest.raises(SourceError, match=f"/{name} is not a JSON object$"):
+    with pytest.raises(SourceError, match=f"/{name} is not a JSON object"):
         dequantize(source, tmp_path / "never")
 
 
