@@ -28,3 +28,20 @@ def test_targets_that_are_no_names() -> None:
     groups = {"group_0": {"targets": [5], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
     with pytest.raises(UsageError, match="^config.json: targets is not a list of names"):
         read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+
+
+def test_groups_that_are_not_read() -> None:
+    integers = {"num_bits": 8, "type": "int"}
+    rows: list[tuple[dict[str, object], str]] = [
+        ({}, "config.json has no config_groups"),
+        (
+            {**integers, "strategy": "channel", "symmetric": False},
+            "config.json: g stores asymmetric int8 weights by channel",
+        ),
+        ({**integers, "strategy": "group", "group_size": 0}, "config.json: g stores int8 weights by group"),
+    ]
+    for weights, message in rows:
+        groups = {"g": {"targets": ["Linear"], "weights": weights}} if weights else {}
+        with pytest.raises(UsageError) as caught:
+            read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+        assert caught.value.message == message
