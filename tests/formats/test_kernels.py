@@ -100,6 +100,12 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight() -> None:
             np.testing.assert_array_equal(codes, expected, f"{exponent} {mantissa}")
 
 
+def test_values_are_rounded_to_other_dtypes_as_torch_rounds_them() -> None:
+    values = torch.randn(1 << 12) * torch.exp(torch.linspace(-90, 88, 1 << 12))
+    for dtype in TORCH:
+        assert np.array_equal(kernels.from_float32(values.numpy(), dtype), bits_of(values, dtype)), dtype
+
+
 def test_absmax_shows_infinity_and_nan() -> None:
     for dtype, infinity in (("BF16", 0x7F80), ("F16", 0x7C00), ("F32", 0x7F800000)):
         for bad in (infinity, SIGN[dtype] | infinity, infinity + 1, SIGN[dtype] | infinity | 1):

@@ -31,17 +31,19 @@ def test_targets_that_are_no_names() -> None:
 
 
 def test_groups_that_are_not_read() -> None:
-    integers = {"num_bits": 8, "type": "int"}
-    rows: list[tuple[dict[str, object], str]] = [
+    def of(**weights: object) -> dict[str, object]:
+        return {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", **weights}}}
+
+    rows: list[tuple[object, str]] = [
         ({}, "config.json has no config_groups"),
-        (
-            {**integers, "strategy": "channel", "symmetric": False},
-            "config.json: g stores asymmetric int8 weights by channel",
-        ),
-        ({**integers, "strategy": "group", "group_size": 0}, "config.json: g stores int8 weights by group"),
+        ({"g": 5}, "config.json: g is not a config group"),
+        ({"g": {"weights": 5}}, "config.json: g is not a config group"),
+        (of(strategy="channel", symmetric=False), "config.json: g stores asymmetric int8 weights by channel"),
+        (of(strategy="group", group_size=0), "config.json: g stores int8 weights by group"),
     ]
-    for weights, message in rows:
-        groups = {"g": {"targets": ["Linear"], "weights": weights}} if weights else {}
+    for groups, message in rows:
         with pytest.raises(UsageError) as caught:
             read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
         assert caught.value.message == message
+    with pytest.raises(UsageError, match="^config.json has no quantization_config"):
+        read_quantization({})

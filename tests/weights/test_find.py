@@ -459,6 +459,21 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"GptOssForCausalLM cannot be served with one scale per 128x128 block: vLLM"):
         compress(source, tmp_path / "fp8", "block")
 
+    codes, scales = f"{path}.down_proj_blocks", f"{path}.down_proj_scales"
+    damage: list[tuple[dict[str, torch.Tensor | None], str]] = [
+        ({codes: stored[codes][..., :15].clone()}, f"{codes} is U8 [3, 64, 3, 15], not MXFP4 blocks of 16 bytes"),
+        ({scales: None}, f"{codes} has no scale: {scales} is missing"),
+        ({scales: stored[scales][:, 1:].clone()}, f"{scales} is U8 [3, 63, 3], for {codes} it must be U8 [3, 64, 3]"),
+        ({f"{path}.down_proj": plain[f"{path}.down_proj"]}, f"{path}.down_proj is there twice, as {codes} too"),
+    ]
+    for number, (changed, message) in enumerate(damage):
+        kept = {name: tensor for name, tensor in {**stored, **changed}.items() if tensor is not None}
+        small_checkpoints.write(tmp_path / str(number), weights=kept)
+        shutil.copy(source / "config.json", tmp_path / str(number))
+        with pytest.raises(SourceError) as caught:
+            dequantize(tmp_path / str(number), tmp_path / "none")
+        assert caught.value.message == message
+
 
 MXFP4 = group("group", num_bits=4, group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp4-pack-quantized"}
 
