@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from openquant.errors import UsageError
-from openquant.files.destination import Destination, FileKind, Taken, require_all, taken_by
+from openquant.errors import OutputError, UsageError
+from openquant.files.destination import Destination, FileKind, Taken, output_errors, require_all, taken_by
 from openquant.weights.statistics import Calibration, calibrations
 
 NOTE = b"a note of ours"
@@ -98,3 +99,14 @@ def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists and is not a note"):
         file.write(NOTE)
     assert (tmp_path / "a").read_bytes() == b"mine"
+
+
+def test_an_error_of_the_system_says_what_to_do() -> None:
+    for number, hint in (
+        (errno.EDQUOT, "free some space, or choose another disk with -o or --scratch, and run the same command again"),
+        (errno.EROFS, "check the permissions, or choose another directory with -o or --scratch"),
+        (errno.EIO, "run the same command again once that is solved: finished shards are kept"),
+    ):
+        with pytest.raises(OutputError) as caught, output_errors("out"):
+            raise OSError(number, "why")
+        assert (caught.value.message, caught.value.hint) == ("out cannot be written: why", hint)

@@ -218,6 +218,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
     rows: list[tuple[type[OpenQuantError], dict[str, Any], str]] = [
         (PlanError, {"fit": "2bits"}, small),
         (PlanError, {"fit": "24GB"}, '--fit 24GB leaves 20.1 GB for weights, and the unquantized ones take 0.00839 GB'),
+        (PlanError, {"fit": "4090", "candidates": "int4"}, "--fit 4090 leaves 21.2 GB for weights"),
         (PlanError, {"fit": "2GB"}, whole),
         (UsageError, {"fit": "cpu"}, "how much memory a CPU has for weights is not known"),
         (PlanError, {"fit": "3x24GB"}, "3 GPUs cannot share this model: they do not divide it"),

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -95,6 +96,17 @@ def test_the_table_says_what_fits_a_gpu(searched: Path) -> None:
     assert fits["nvfp4"] == fits["5bits"] == fits["fits"] == "yes" and fits["6bits"] == fits["int8-weights"] == "no"
     command = next(line for line in lines if line.startswith("  openquant compress"))
     assert command.endswith("--fit 2.1784GB --context 1 --for vllm --candidates nvfp4,int8-weights")
+
+    # Without a GPU, and with one whose memory is not known.
+    anywhere = tuple(replace(point, fits=None) for point in points)
+    plain = SearchResult(**{**found, "points": anywhere, "limit": None})
+    lines = frontier_text(plain).splitlines()
+    assert (
+        lines[2]
+        == "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
+    )
+    assert not any(line.endswith(("  yes", "  no", "fits")) for line in lines)
+    assert "leaves" not in frontier_text(replace(plain, gpu=None))
 
 
 def test_options_that_do_not_go_together_are_refused(

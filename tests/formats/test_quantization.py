@@ -45,5 +45,9 @@ def test_groups_that_are_not_read() -> None:
         with pytest.raises(UsageError) as caught:
             read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
         assert caught.value.message == message
+    found = read_quantization(
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": of(strategy="channel")}}
+    )
+    assert found.inputs_of("layer") is None
     with pytest.raises(UsageError, match="^config.json has no quantization_config"):
         read_quantization({})
