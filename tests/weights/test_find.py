@@ -754,6 +754,8 @@ def test_damaged_scales_and_codes_are_refused(tmp_path: Path) -> None:
             assert not (out / "model.safetensors").exists()
             assert number > 4 or not out.exists()
             shutil.rmtree(out, ignore_errors=True)
+    [problem] = verify(source).problems
+    assert problem.endswith(f"decodes to weights that overflow bfloat16: {INVERSE} reaches {2.0**127:g}")
 
     (source / "model.safetensors").write_bytes(sound)
     change_weights(source, lambda weights: weights.update({INVERSE: torch.cat([weights[INVERSE], weights[INVERSE]])}))

@@ -199,6 +199,7 @@ FAULTS = [
     ("gptq", changed("qweight", lambda held: held[:, :-1]), f"{Q}.qweight has 255 outputs, which do not fill words of 8"),
     ("awq", changed("qweight", lambda held: held[:-1]), f"{Q}.qweight has 255 inputs, which do not fill words of 8"),
     ("gptq", changed("g_idx", one(2)), f"{Q}.g_idx in model.safetensors is not in order, but config.json has no desc_act"),
+    ("gptq, in another order", changed("g_idx", one(99)), f"{Q}.g_idx in model.safetensors holds 99, but there are 8 groups"),
     ("gptq", changed("qzeros", one(0x77777776)), f"{Q}.qzeros in model.safetensors holds the zero point 7, but config.json says sym: all are 8"),
     ("awq", changed("scales", one(float("nan"))), f"{Q}.scales in model.safetensors holds nan, which is not a valid scale"),
     ("gptq", lambda weights: weights.update({"gone.qzeros": torch.ones(1)}), "gone.qzeros is the scale of no quantized weight"),
