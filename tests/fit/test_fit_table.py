@@ -212,6 +212,7 @@ def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
     assert (found.best, found.command) == ("nvfp4", f"openquant compress -m {model} --scheme nvfp4 --gptq")
     assert (found.fastest, found.fastest_command) == (None, None)
     assert found.mixture == f"openquant compress -m {model} --fit 5090 --context 16k --gptq"
+    assert table(model, "5090").mixture == f"openquant compress -m {model} --fit 5090 --gptq"
     options: dict[str, Any] = {"kv_cache": "fp8", "ignore": ["**.o_proj", "**.q_proj"], "quantize_lm_head": True}
     more = "--kv-cache fp8 --quantize-lm-head --ignore '**.o_proj' --ignore '**.q_proj'"
     found = fit_table(model, "2x80GB", engines="sglang", architecture="Qwen3ForCausalLM", **options)

@@ -30,6 +30,7 @@ from openquant.options import Recipe
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import OVERHEAD, UTILIZATION
 from openquant.streaming import memory
+from support import small_checkpoints
 from support.reporters import Told
 
 # The file of the example's scores, and a size of its weights, in bytes.
@@ -235,6 +236,12 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
             with pytest.raises(kind) as caught:
                 compress(EXAMPLE, tmp_path / "out", **{"fit": "5bits", **given})
             assert caught.value.message.startswith(message)
+
+
+def test_a_model_that_repeats_its_layers_is_refused(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", "HrmTextForCausalLM")
+    with pytest.raises(PlanError, match="^HrmTextForCausalLM runs its layers several times, and --fit measures a layer"):
+        compress(source, tmp_path / "out", fit="5bits")
 
 
 def test_options_that_it_decides_are_refused(subtests: pytest.Subtests) -> None:
