@@ -708,7 +708,7 @@ class _Worker:
             buffer = self._next_buffer()
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
-            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
+            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, zero_point)
             lost.look_at(out, zero_point, bits)
             buffer.send(file, codes, target)
 
@@ -859,7 +859,6 @@ class CpuKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
         """Quantize weights and write their codes to `out` as they are stored.
@@ -870,10 +869,9 @@ class CpuKernels:
             scale: float32 [rows / height, cols / width], the scale of each group, divided by the global scale.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
-            global_scale: float32 [1, 1], by which `scale` is divided; None for formats without one.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
-        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, zero_point)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Return the bits unchanged, uint16 or uint32 [rows, cols], for `absmax` and `encode`; `dtype` is ignored."""
@@ -962,7 +960,6 @@ class TorchKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
         """Quantize weights and write their codes to `out` as they are stored.
@@ -973,12 +970,11 @@ class TorchKernels:
             scale: float32 [rows / height, cols / width] on the host, the scale of each group divided by any global one.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
-            global_scale: ignored, since `scale` is divided by it already.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
         from ..formats.reference import encode
 
-        del dtype, global_scale
+        del dtype
         with self._working():
             zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
             codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)

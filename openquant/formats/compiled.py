@@ -1,8 +1,8 @@
 """The loops of kernels.py compiled by numba, for large models: the same bits, several times as fast.
 
-numpy passes over a piece once for each step, while a compiled loop keeps a row in the cache through all steps. Codes
-that numpy looks up one by one are computed here, eight at a time. Importing this module imports numba, which takes
-110 MB and a third of a second; compiling takes 1 to 3 s unless an earlier process left its cache.
+numpy passes over a piece once for each step, while a compiled loop keeps a row in the cache through all steps.
+Importing this module imports numba, which takes 110 MB and a third of a second; compiling takes 1 to 3 s unless an
+earlier process left its cache.
 
 Every inner loop runs along a contiguous array, and every integer is cast back to its width: only then does the compiler
 vectorize the loop.
@@ -159,7 +159,6 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
@@ -172,10 +171,8 @@ def encode_stored(
         group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1] or None; ignored, only kernels.encode_stored needs it.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    del global_scale
     rows, cols = bits.shape
     height = group[0] or rows
     width = group[1] or cols

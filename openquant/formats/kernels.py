@@ -4,11 +4,7 @@ Importing torch costs more than converting a small model, so the CPU path does w
 same in four lines of torch; tests compare the two bit by bit.
 
 Weights come as unsigned integers with the float's bits ("bits" below), since numpy has no bfloat16 and absolute values
-compare as integers do. Codes of bfloat16 weights come from a table: the quotient by the scale depends only on the two
-mantissas and the difference of the exponents. So 128 tables, one for each mantissa of the group's largest weight at the
-top exponent, serve every positive scale: the weight's exponent is raised by as much as the largest weight's is below
-the top. Another 128 serve negative scales of integers. Where scales are bfloat16 themselves, the table is chosen by the
-mantissa of the scale.
+compare as integers do. Where all weights have one scale, the codes of 16-bit weights come from a table of all of them.
 
 Scales and zero points of every scheme are chosen here, by choose_scales. A scale is made from the largest absolute
 weight of its group; with zero points, from the smallest and the largest weight. The largest weight need not get the
@@ -25,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +32,6 @@ from .numbers import E4M3, Codes, Floats, Number, lanes, nearest_bfloat16
 from .schemes import Scheme
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
-Entry = TypeVar("Entry", bound=np.generic)
 
 
 # What has the functions that look at every weight: this module, or compiled.py, where they return the same bits faster.
@@ -52,10 +47,6 @@ BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
 # Elements handled at a time: few enough that the next step finds them in the cache, many enough that threads seldom
 # wait for each other (every call into numpy takes the interpreter lock back).
 CHUNK = 1 << 18
-
-_TOP = 254  # the largest exponent field of a finite bfloat16
-_TOP_SCALE = _TOP - 4  # the exponent field of scales in tables for weights of up to 16 times their scale
-_SAFE = 64  # from this exponent field on, zero and subnormals stay below half the smallest code when raised to the top
 
 
 def to_float32(bits: Bits, dtype: str) -> Floats:
@@ -197,70 +188,6 @@ def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None
     return fmt.encode_scales(scale, global_scale)
 
 
-def encode(
-    bits: Bits,
-    dtype: str,
-    scale: Floats,
-    group: Group,
-    out: Codes,
-    number: Number,
-    global_scale: Floats | None = None,
-    zero_point: Floats | None = None,
-) -> None:
-    """Quantize weights and write their codes to `out`, one per byte.
-
-    INT4 stores value + 8: with the scale 0.5, [-4.0, 0.0, 1.3, 9.0] has the codes [0, 8, 11, 15]; 9.0 is out of range.
-
-    Args:
-        bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
-        dtype: dtype of the weights: "BF16", "F16" or "F32".
-        scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
-            already divided out.
-        group: (height, width) of a group; None is the whole axis.
-        out: uint8 [rows, cols], contiguous; is overwritten.
-        number: numeric format of the codes.
-        global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
-        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
-    """
-    if zero_point is not None:
-        _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero_point)
-        return
-
-    if dtype == "BF16" and global_scale is not None:
-        exponent = scale.view(np.uint32) >> 23
-        if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
-            # Times the global scale, scales are E4M3 again: three bits of mantissa choose the table.
-            mantissa = ((scale * global_scale).view(np.uint32) + np.uint32(0x80000)) >> 20 & 7
-            tables = _tables_of_global_scale(number, float(global_scale.item()))
-            _encode_by_offset(bits, (mantissa << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
-            return
-
-    # Tables need a multiple of the scale that is a bfloat16: the group's largest weight, from which the scale was made
-    # (not where fused layers mix dtypes), or a power of two times the scale. Only the latter will do where weights may
-    # be larger than the one from which the scale was made.
-    multiples = [_beyond(number)]
-    if number.span == number.largest:
-        multiples.insert(0, number.span)
-    if dtype != "BF16" or global_scale is not None:
-        multiples = []
-    for multiple in multiples:
-        with np.errstate(over="ignore"):
-            largest = (scale * np.float32(multiple)).view(np.uint32)
-
-        top = (largest + np.uint32(0x8000)) >> 16
-        # Where scales may be negative, tables of negative ones follow those of positive ones.
-        negative = top >> 15 if number.span < number.largest else np.uint32(0)
-        exponent = (top >> 7) - (negative << 8)
-        exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
-
-        if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
-            offset = ((negative << 7 | top & 127) << 16) + ((_TOP - exponent) << 7)
-            _encode_by_offset(bits, offset, group, out, _tables(number, multiple))
-            return
-
-    _encode_by_arithmetic(bits, dtype, scale, group, out, number)
-
-
 def encode_stored(
     bits: Bits,
     dtype: str,
@@ -268,10 +195,12 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
+
+    INT8 stores the value: with the scale 0.5, [-4.0, 0.0, 1.3, 90.0] has the codes [-8, 0, 3, 127]; 90.0 is out of
+    range.
 
     Args:
         bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
@@ -281,17 +210,20 @@ def encode_stored(
         group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    if number.bits == 8:
-        encode(bits, dtype, scale, group, out, number, global_scale, zero_point)
-        return
-    # All rows at once: allocating codes for each chunk would take twice as long.
-    codes = np.empty(bits.shape, np.uint8)
-    encode(bits, dtype, scale, group, codes, number, global_scale, zero_point)
-    for low, high, _ in _chunks((1, None), bits.shape):
-        pack(codes[low:high], out[low:high], number)
+    table = None
+    if scale.size == 1 and zero_point is None and dtype != "F32":
+        table = _codes_of_all(number, dtype, scale.item())
+
+    for low, high, part in _chunks(group, bits.shape):
+        if table is not None:
+            codes = np.take(table, bits[low:high], mode="clip")
+        else:
+            values = to_float32(bits[low:high], dtype)
+            spread = None if zero_point is None else _widen(zero_point[part], group[1])
+            codes = encode_float32(values, _widen(scale[part], group[1]), number, spread)
+        pack(codes, out[low:high], number)
 
 
 def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
@@ -651,78 +583,16 @@ def _f16_values() -> Floats:
         return np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-def _beyond(number: Number) -> float:
-    """Return the smallest power of two above all codes' values."""
-    return float(2.0 ** (np.floor(np.log2(number.largest)) + 1))
-
-
-@cache
-def _tables(number: Number, multiple: float) -> Codes:
-    """Return codes, uint8 [128 * 65536]: entry [m, x] for bfloat16 x if scale * multiple is (1 + m/128) * 2^127.
-
-    For integers with a code more below zero, [256 * 65536]: the second half is for negative scales.
-    """
-    largest = to_float32(np.arange(_TOP << 7, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
-    if number.span < number.largest:
-        largest = np.concatenate([largest, -largest])
-    return _tables_of_scales(number, largest / np.float32(multiple))
-
-
 @lru_cache(maxsize=8)
-def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
-    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and the NVFP4 scale (1 + m/8) / global_scale."""
-    scales = np.arange(8, 16, dtype=np.float32) / 8 / np.float32(global_scale)
-    raised = ((scales.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
-    return _tables_of_scales(number, raised)
+def _codes_of_all(number: Number, dtype: str, scale: float) -> Codes:
+    """Return the code of every weight of 16 bits under a scale, uint8 [65536]; NaN and infinities have any."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return encode_float32(
+            to_float32(np.arange(65536, dtype=np.uint16), dtype), np.array([scale], np.float32), number
+        )
 
 
-def _tables_of_scales(number: Number, scales: Floats) -> Codes:
-    """Return codes, uint8 [scales * 65536]: entry [i, x] for bfloat16 x and scale i, whose exponent is near the top."""
-    tables = np.empty((len(scales), 2, 32768), np.uint8)
-    tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
-    # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
-    start = (_TOP - 24) << 7
-    values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
-    for table, scale in zip(tables, scales, strict=True):
-        quotients = values / scale
-        table[0, start : start + values.size] = number.encode(quotients)
-        table[1, start : start + values.size] = number.encode(-quotients)
-    return tables.reshape(-1)
-
-
-def _encode_by_offset(
-    bits: Bits, offset: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes
-) -> None:
-    """Look codes up in the group's table, at the weight's bits with their exponent raised; `offset` adds up both."""
-    if offset.size == 1:
-        start = int(offset.item())
-        table = tables[start : (start & ~0xFFFF) + 0x10000]
-        flat = bits.reshape(-1)
-        codes = out.reshape(-1)
-        for i in range(0, flat.size, CHUNK):
-            np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
-        return
-
-    rows, cols = bits.shape
-    # The processor adds several 32-bit integers at a time; take() needs them widened.
-    narrow = np.empty((min(rows, max(1, CHUNK // cols)), cols), np.uint32)
-    index = np.empty(narrow.shape, np.intp)
-
-    for low, high, part in _chunks(group, bits.shape):
-        shift = _widen(offset[part], group[1])
-        np.copyto(index[: high - low], np.add(bits[low:high], shift, out=narrow[: high - low]))
-        np.take(tables, index[: high - low], out=out[low:high], mode="clip")
-
-
-def _encode_by_arithmetic(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, zero_point: Floats | None = None
-) -> None:
-    for low, high, part in _chunks(group, bits.shape):
-        spread = None if zero_point is None else _widen(zero_point[part], group[1])
-        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]), number, spread)
-
-
-def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
+def _widen(grid: Floats, width: int | None) -> Floats:
     """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
     if width is None:
         return grid
