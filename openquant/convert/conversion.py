@@ -698,7 +698,7 @@ class _Worker:
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
 
             if shared_absmax is None or not fmt.shared:
-                stored = self.loops.encode_scales(fmt, scale, global_scale)
+                stored = fmt.encode_scales(scale, global_scale)
                 file.write(stored, scale_target)
                 scale_target += stored.nbytes
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numba.core.caching import FunctionCache
 
 from . import kernels
-from .format import Format, Group, StoredScales, grid_of
+from .format import Format, Group, grid_of
 from .kernels import Bits, ColumnRounding, to_float32
 from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
@@ -132,26 +132,6 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return out.reshape(absmax.shape)
 
 
-def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, in compiled loops.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
-        return fmt.encode_scales(scale, global_scale)
-    codes = np.empty(scale.shape, u8)
-    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
-    return codes
-
-
 def encode_stored(
     bits: Bits,
     dtype: str,
@@ -222,21 +202,6 @@ def decode_rows(
     else:
         half = 1 << (number.bits - 1)
         _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half), number.bits)
-
-
-def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Find the first code that is NaN.
-
-    Args:
-        codes: stored bytes, uint8 of any shape.
-        number: numeric format of the codes.
-
-    Returns:
-        The index of its byte in the flattened `codes`; None if no code is NaN.
-    """
-    if number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F:
-        return None
-    return kernels.first_unsound(codes, number)
 
 
 def best_scales(
@@ -368,15 +333,6 @@ def _signs(bits: Any, signed: Any, out: Any) -> None:
         top = u32(u32(lowest) << u32(32 - 8 * bits.itemsize))
         size = u32(top & u32(0x7FFFFFFF)) if top >> u32(31) else u32(0)
         out[group] = f32(-1) if u32(u32(highest) << u32(32 - 8 * bits.itemsize)) > size else f32(1)
-
-
-@_compile
-def _largest_magnitude(codes: Any) -> Any:
-    """Return the largest code without its sign bit."""
-    most = u8(0)
-    for i in range(codes.size):
-        most = max(most, u8(codes[i] & 0x7F))
-    return most
 
 
 @_compile

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import kernels
-from .format import Format, Group, StoredScales, grid_of
+from .format import Format, Group, grid_of
 from .numbers import E4M3, Codes, Floats, Number, lanes, nearest_bfloat16
 from .schemes import Scheme
 
@@ -170,22 +170,6 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
         scale divided by the global scale.
     """
     return fmt.scales(absmax, global_scale)
-
-
-def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    return fmt.encode_scales(scale, global_scale)
 
 
 def encode_stored(
@@ -538,7 +522,7 @@ def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Find the first code that is NaN.
+    """Find the first code that is NaN, which only E4M3 has.
 
     Args:
         codes: stored bytes, uint8 of any shape.
@@ -547,11 +531,13 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
     Returns:
         The index of its byte in the flattened `codes`; None if no code is NaN.
     """
+    if number != E4M3:
+        return None
     flat = codes.reshape(-1)
     for low in range(0, flat.size, CHUNK):
-        wrong = number.unsound(flat[low : low + CHUNK])
-        if wrong is not None:
-            return low + int(wrong.argmax())
+        magnitudes = flat[low : low + CHUNK] & 0x7F
+        if magnitudes.max() == 0x7F:
+            return low + int(magnitudes.argmax())
     return None
 
 

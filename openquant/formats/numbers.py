@@ -159,18 +159,6 @@ class Number(ABC):
         """Round finite float32 values of any shape to values of codes, ties to even; float32 of the same shape."""
         return self.decode(self.encode(quotients))
 
-    def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
-        """Find codes that are NaN.
-
-        Args:
-            codes: stored bytes, uint8 of any shape.
-
-        Returns:
-            bool of the same shape; None if no code is NaN.
-        """
-        del codes
-        return None
-
 
 class _Float(Number):
     """A floating-point format, whose highest bit is the sign."""
@@ -210,10 +198,6 @@ class _E4M3(_Float):
         bound *= np.float32(1 / 16 + slack)
         np.maximum(bound, scale * np.float32(1 / 1024 + slack / 64), out=bound)
         return bound
-
-    def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
-        magnitudes = codes & 0x7F
-        return magnitudes == 0x7F if magnitudes.size and magnitudes.max() == 0x7F else None
 
 
 @dataclass(frozen=True)

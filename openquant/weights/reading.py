@@ -283,7 +283,7 @@ class Reader:
             source.read(into, extent.offset + low * extent.pitch, extent.label)
         # `verify` also has codes whose format is unknown.
         number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
-        return None if number is None else self.loops.first_unsound(into, number)
+        return None if number is None else kernels.first_unsound(into, number)
 
     def read_codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
         """Read the codes of whole rows, and refuse NaN.

@@ -54,15 +54,15 @@ def test_codes_stand_for_the_same_weights() -> None:
             assert (np.signbit(found[1]) == np.signbit(found[0])).all(), told
 
 
-def test_the_same_code_is_the_first_that_holds_no_value() -> None:
+def test_the_first_code_that_holds_no_value_is_found() -> None:
     for number in NUMBERS:
         codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
-        assert compiled.first_unsound(codes, number) is None
+        assert kernels.first_unsound(codes, number) is None
         codes[1, 7] = codes[2, 5] = 0xFF
-        assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number), number
-        codes[2, 5] = 0x7F
-        assert (compiled.first_unsound(codes, number) == 1007) == (number == E4M3), number
-        assert compiled.first_unsound(codes[:0], number) is None
+        assert (kernels.first_unsound(codes, number) == 1007) == (number == E4M3), number
+        codes[1, 7] = 0x7F
+        assert (kernels.first_unsound(codes, number) == 1007) == (number == E4M3), number
+        assert kernels.first_unsound(codes[:0], number) is None
 
 
 def test_values_are_rounded_to_the_same_bfloat16() -> None:
@@ -88,9 +88,6 @@ def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtes
                 with np.errstate(over="ignore"):
                     scale = kernels.scales(form, largest, divisor)
                 np.testing.assert_array_equal(compiled.scales(form, largest, divisor), scale)
-                if divisor is not None or form.global_scale is None:
-                    stored = kernels.encode_scales(form, scale, divisor)
-                    np.testing.assert_array_equal(compiled.encode_scales(form, scale, divisor), stored)
 
 
 def test_columns_have_the_same_errors() -> None:
