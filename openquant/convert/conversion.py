@@ -760,12 +760,12 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
                 if written.get_dtype() != info.dtype or tuple(written.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {written.get_dtype()} {written.get_shape()}")
 
-                fmt = formats.get(info.name.rpartition(".")[0])
-                if fmt is not None and is_scale_tensor(info):
-                    signed = fmt.signed_scales
+                module, _, last = info.name.rpartition(".")
+                if module in formats and last.startswith(_SCALE_NAMES):
+                    signed = formats[module].signed_scales
                     if info.dtype in ("BF16", "F8_E4M3"):
                         # numpy has neither of the two, so the library cannot read them into it.
-                        sound = has_sound_scales(path, offset, info, signed)
+                        sound = all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
                     else:
                         sound = _is_sound(file.get_tensor(info.name), signed)
                     if not sound:
@@ -777,27 +777,6 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
 
     if problems:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
-
-
-def is_scale_tensor(info: TensorInfo) -> bool:
-    """Return whether a tensor holds scales of weights or activations, going by its name alone.
-
-    Args:
-        info: name, dtype and shape of a tensor of a quantized layer.
-    """
-    return info.name.rpartition(".")[2].startswith(_SCALE_NAMES)
-
-
-def has_sound_scales(path: Path, offset: int, info: TensorInfo, signed: bool) -> bool:
-    """Return whether all scales of a tensor are finite and positive, or of either sign.
-
-    Args:
-        path: the file that contains the tensor.
-        offset: bytes from the start of the file to the tensor.
-        info: the tensor's name, dtype (any in which scales are stored) and shape.
-        signed: whether scales may be negative (`Format.signed_scales`).
-    """
-    return all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
 
 
 def _is_sound(scale: Floats, signed: bool) -> bool:
