@@ -32,7 +32,7 @@ from ..files.destination import Destination, Needs, require_space, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
 from ..formats.numbers import Floats
 from ..hub.source import Source, model_folder, supply_shards
-from ..job import Job, Opened, claim_of, file_places, model_place, open_source
+from ..job import Job, Opened, claim_of, connect_ranks, file_places, model_place, open_source
 from ..machine import COMPILED_MEMORY, resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
@@ -74,10 +74,8 @@ def calibrate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    ranks = ranks or Ranks()
-    with ranks:
-        ranks.agree(None)
-        return ranks.all_do(lambda: _calibrate(options, texts, ranks, reporter or default_reporter()))
+    with connect_ranks(ranks) as connected:
+        return connected.all_do(lambda: _calibrate(options, texts, connected, reporter or default_reporter()))
 
 
 def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
