@@ -18,7 +18,7 @@ takes the scale with the least squared error of the weights. Integers have one c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -401,7 +401,8 @@ def best_scales(
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
         groups = np.arange(low, low + weights.shape[1])
         weighting = None if importance is None else np.take(importance.T, groups % len(importance), axis=1)
-        chosen[part] = _best(weights, unclipped[part], scales[:, part], number, weighting, by_size)
+        tried = ((scale, None) for scale in scales[:, part])
+        chosen[part], _ = _best(weights, (unclipped[part], None), tried, number, weighting, by_size)
     return chosen
 
 
@@ -449,37 +450,6 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
             values -= zero_points[group]
         errors[column] -= values * scales[group]
         columns[column + 1 : high] += coefficients[column, column + 1 : high, None] * errors[column]
-
-
-def _best(
-    weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None, by_size: bool
-) -> Floats:
-    """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
-    # In units of the unclipped scale no square overflows or underflows.
-    weights /= unclipped
-    if by_size:
-        weighting = np.abs(weights)
-
-    chosen = unclipped
-    least = np.full(unclipped.shape, np.inf, np.float32)
-    quotients = np.empty_like(weights)
-
-    for scale in scales:
-        relative = scale / unclipped
-        np.multiply(weights, np.float32(1) / relative, out=quotients)
-        quotients -= number.nearest(quotients)
-        quotients *= quotients
-        if weighting is not None:
-            quotients *= weighting
-
-        # With a single column numpy would sum pairwise, in another order.
-        total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
-
-        error = total * relative * relative
-        chosen = np.where(error < least, scale, chosen)
-        least = np.minimum(error, least)
-
-    return chosen
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
@@ -707,7 +677,11 @@ def _choose_with_zero_points(
         else:
             # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
-            best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed, by_size)
+            columns = np.array(groups.T, order="C")
+            least = columns.min(axis=0)
+            most = columns.max(axis=0)
+            tried = (fmt.ranges(least * np.float32(ratio), most * np.float32(ratio)) for ratio in clip_ratios)
+            best = _best(columns, fmt.ranges(least, most), tried, fmt.number, weighed, by_size)
 
         for grid, values in zip((scale, zero_point), best, strict=True):
             grid[low : low + step] = values.reshape(-1, shape[1])
@@ -715,38 +689,44 @@ def _choose_with_zero_points(
     return Scales(scale, zero_point)
 
 
-def _search_with_zero_points(
-    fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None, by_size: bool
-) -> tuple[Floats, Floats]:
-    """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
-    low = weights.min(axis=0)
-    high = weights.max(axis=0)
-    unclipped, best_zero_point = fmt.ranges(low, high)
-
+def _best(
+    weights: Floats,
+    unclipped: tuple[Floats, Any],
+    tried: Iterable[tuple[Floats, Any]],
+    number: Number,
+    weighting: Floats | None,
+    by_size: bool,
+) -> tuple[Floats, Any]:
+    """Choose the scales and zero points, if any, of groups that are the columns of `weights`, which is overwritten."""
+    best, best_zero_point = unclipped
     # In units of the unclipped scale no square overflows or underflows.
-    weights /= unclipped
+    weights /= best
     if by_size:
         weighting = np.abs(weights)
 
-    best = unclipped
-    least = np.full(unclipped.shape, np.inf, np.float32)
+    least = np.full(best.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
 
-    for ratio in clip_ratios:
-        scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
-        relative = scale / unclipped
+    for scale, zero_point in tried:
+        relative = scale / unclipped[0]
         np.multiply(weights, np.float32(1) / relative, out=quotients)
-
-        quotients += zero_point
-        quotients -= fmt.number.nearest(quotients)
+        if zero_point is not None:
+            quotients += zero_point
+        quotients -= number.nearest(quotients)
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
 
-        error = quotients.sum(axis=0) * relative * relative
+        total = quotients.sum(axis=0)
+        # numpy sums a single column pairwise, and compiled loops add in the order of the weights.
+        if zero_point is None and len(scale) == 1:
+            total = np.add.accumulate(quotients[:, 0])[-1:]
+
+        error = total * relative * relative
         better = error < least
         best = np.where(better, scale, best)
-        best_zero_point = np.where(better, zero_point, best_zero_point)
+        if zero_point is not None:
+            best_zero_point = np.where(better, zero_point, best_zero_point)
         least = np.minimum(error, least)
 
     return best, best_zero_point

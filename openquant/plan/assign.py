@@ -23,6 +23,8 @@ from .architecture import fused_parts, why_indivisible, why_not_reordered
 from .decisions import Decision, Decisions, PlanOptions
 
 _SAME_SCHEME = "same as "
+# A hint for a name or pattern that matches no module.
+NO_MODULE = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
 
 
 def check_options(options: PlanOptions) -> None:
@@ -480,7 +482,7 @@ def _match_options(
             kept = [module for module in others if pattern.fullmatch(module)]
 
         if not matched and not (kept and harmless):
-            hint = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
+            hint = NO_MODULE
             if any(map(is_head, kept)):
                 hint = "the output head is quantized with --quantize-lm-head only: give that too"
             elif any(map(is_embedding, kept)):
