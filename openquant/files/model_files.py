@@ -115,7 +115,7 @@ def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> s
         `auto_map` names with what it imports, weights in folders that modules.json names, adapters that config.json
         names, and pictures and texts that the card names.
     """
-    known = {name for name in names if _is_known(name)}
+    known = {name for name in names if _matches(name.rsplit("/", 1)[-1].lower(), MODEL_FILES)}
     found = known | _code(names, known, read) | _module_weights(names, read) | _shown(names, read)
     found = {name for name in found if left_out_part(name) is None or name.endswith(_MODULE_WEIGHTS)}
     found |= _adapters(names, read)
@@ -135,10 +135,6 @@ def deciding(names: Iterable[str]) -> list[str]:
     if any(name.lower().endswith(_SHOWN) and name != CARD_FILE for name in names):
         patterns.append(CARD_FILE)
     return [name for name in names if _matches(name, patterns) and ("/" not in name or name == _GENERATE)]
-
-
-def _is_known(name: str) -> bool:
-    return _matches(name.rsplit("/", 1)[-1].lower(), MODEL_FILES)
 
 
 def _may_be_copied(name: str) -> bool:

@@ -676,16 +676,6 @@ def ggml_types() -> dict[int, GgmlType]:
     return types
 
 
-def ggml_format(number: GgmlType, blocks: Blocks) -> Format:
-    """Return the format of a weight in a GGUF file.
-
-    Args:
-        number: its tensor type.
-        blocks: what is undone after its blocks are decoded.
-    """
-    return Format(number, (1, number.block), Scale(""), blocks=blocks)
-
-
 def decode_blocks(codes: Codes, number: GgmlType, blocks: Blocks, out: Floats) -> None:
     """Decode whole rows.
 

@@ -596,8 +596,10 @@ class ColumnReader:
         """Unpack the words of zero points [rows, bytes] to codes, one a byte [rows, outputs]."""
         columns = fmt.columns
         assert columns is not None
-        order = columns.order or tuple(range(fmt.number.run))
-        codes = _unpack_in_order(raw, fmt.number, order)
+        codes = kernels.unpack(raw, fmt.number)
+        if columns.order is not None:
+            # The place of each code in its word.
+            codes = codes.reshape(len(raw), -1, fmt.number.run)[:, :, list(columns.order)].reshape(len(raw), -1)
         return (codes + np.uint8(columns.zero_point_offset)) & np.uint8((1 << fmt.number.bits) - 1)
 
     def _read_bytes(self, info: TensorInfo) -> Bytes:
@@ -629,12 +631,6 @@ class ColumnReader:
         for row in range(rows):
             source.read(raw[row], offset + row * pitch, info.name)
         return raw
-
-
-def _unpack_in_order(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
-    """Unpack words [rows, bytes] to codes, one a byte [rows, codes]; `order` is the place of each code in its word."""
-    codes = kernels.unpack(raw, number).reshape(len(raw), -1, number.run)
-    return codes[:, :, list(order)].reshape(len(raw), -1)
 
 
 def per_rank_projections(
