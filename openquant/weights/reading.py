@@ -112,7 +112,7 @@ class Reader:
         self.path = path
         self._memory = memory
         self._buffer = memory(BUFFER)
-        self._columns = ColumnReader(where.__getitem__, self.open)
+        self._columns = ColumnReader(where.__getitem__, self.open, self.read_bytes)
 
     def open(self, shard: str) -> SourceFile:
         """Open a shard of the source, for a `with` statement."""
