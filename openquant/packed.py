@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from .formats import reference
 from .formats.kernels import choose_scales, choose_shared_scale
+from .formats.reference import TORCH_DTYPES
 from .formats.schemes import ASYMMETRIC, VARIANTS, Scheme, find_scheme
 
-_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
 # Tensors of a layer in an output directory. Engines scale activations by those of inputs, and we do not.
 _NAMES = {
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_zero_point"),
@@ -77,7 +70,7 @@ class PackedLinear(nn.Module):
             if variant.format.number == number
             and variant.format.shape_error(shape) is None
             and variant.format.scale_shape(shape) == scale.shape
-            and scale.dtype == _DTYPES[variant.format.scale.dtype]
+            and scale.dtype == TORCH_DTYPES[variant.format.scale.dtype]
             and format in (None, variant.method)
             and (variant.format.global_scale is None) == (global_scale is None)
         ]
@@ -239,9 +232,9 @@ def _schemes_of_codes(weight: Tensor, name: str | None, has_zero_point: bool) ->
     if not with_zeros:
         raise ValueError(f"scheme {name} {'has no' if has_zero_point else 'needs a'} zero_point")
 
-    schemes = [variant for variant in with_zeros if _DTYPES[variant.format.number.dtype] == weight.dtype]
+    schemes = [variant for variant in with_zeros if TORCH_DTYPES[variant.format.number.dtype] == weight.dtype]
     if not schemes or weight.ndim != 2:
-        dtypes = dict.fromkeys(_dtype_name(_DTYPES[variant.format.number.dtype]) for variant in with_zeros)
+        dtypes = dict.fromkeys(_dtype_name(TORCH_DTYPES[variant.format.number.dtype]) for variant in with_zeros)
         wanted = " or ".join([*dtypes][::-1])
         of_scheme = f" of {name}" if name else ""
         raise ValueError(f"weight must be codes{of_scheme}: {wanted} matrix, not {_describe(weight)}")

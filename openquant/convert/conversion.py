@@ -866,7 +866,6 @@ class TorchKernels:
 
         self.torch = torch
         self.device = torch.device(device)
-        self.dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         self.stream: Any = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -898,9 +897,11 @@ class TorchKernels:
         Returns:
             The weights as a torch tensor [rows, cols] of that dtype on the device.
         """
+        from ..formats.reference import TORCH_DTYPES
+
         signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
         with self._working():
-            return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
+            return signed.to(self.device, non_blocking=True).view(TORCH_DTYPES[dtype])
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
         """Compute the largest absolute weight of each group.

@@ -414,26 +414,21 @@ class _Layout(NamedTuple):
     has_sign: bool = True
 
 
-_FLOAT32 = _Layout(4, 0x7F7F_FFFF)
 # F4, F6 and integers have neither NaN nor infinity.
 _LAYOUTS = {
     "BF16": _Layout(2, 0x7F7F),
     "F16": _Layout(2, 0x7BFF),
-    "F32": _FLOAT32,
-    # Real and imaginary parts.
-    "C64": _FLOAT32,
+    "F32": _Layout(4, 0x7F7F_FFFF),
     "F64": _Layout(8, 0x7FEF_FFFF_FFFF_FFFF),
     "F8_E5M2": _Layout(1, 0x7B),
     "F8_E4M3": _Layout(1, 0x7E, has_infinity=False),
     "F8_E8M0": _Layout(1, 0xFE, has_infinity=False, has_sign=False),
 }
-# Their only NaN is the pattern of minus zero.
-_FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def can_be_non_finite(dtype: str) -> bool:
     """Return whether a dtype, named as in safetensors ("BF16"), has NaN or infinity at all."""
-    return dtype in _LAYOUTS or dtype in _FNUZ
+    return dtype in _LAYOUTS
 
 
 def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
@@ -444,12 +439,9 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
         dtype: dtype of the elements, named as in safetensors.
 
     Returns:
-        Number of values that are NaN, and of those that are infinite; both 0 for dtypes without either. An element is
-        one value, but one of C64 is two: its real and its imaginary part.
+        Number of values that are NaN, and of those that are infinite; both 0 for dtypes without either, and for complex
+        and FNUZ ones, which no checkpoint has.
     """
-    if dtype in _FNUZ:
-        return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
-
     layout = _LAYOUTS.get(dtype)
     if layout is None or not data.size:
         return NonFinite()
