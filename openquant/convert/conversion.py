@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ from ..plan.layout import (
     weight_kinds,
 )
 from ..plan.plan import Plan
-from ..threads import FirstFailure, in_threads
+from ..threads import in_threads
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
@@ -313,7 +313,7 @@ class _Stopped(Exception):
 
 @dataclass(eq=False)
 class _Conversion:
-    """One call of `convert`: the writes still to do, the shards in progress, and the first failure."""
+    """One call of `convert`: the writes still to do, and the shards in progress."""
 
     plan: Plan
     shards: Sequence[Shard]
@@ -332,7 +332,6 @@ class _Conversion:
     findings: WeightFindings = field(default_factory=WeightFindings)
 
     def __post_init__(self) -> None:
-        self.failure = FirstFailure(self.stopped.set)
         self.tasks = self._make_tasks()
 
     def _make_tasks(self) -> Iterator[tuple[ShardFile, Write]]:
@@ -359,15 +358,11 @@ class _Conversion:
         finally:
             for file in self.files.values():
                 file.close()
-        self.failure.check()
         return self.findings
 
     def _work(self, writers: ThreadPoolExecutor) -> None:
-        worker = None
-
+        worker = _Worker(self, writers)
         try:
-            worker = _Worker(self, writers)
-
             while not self.stopped.is_set():
                 with self.task_lock:
                     task = next(self.tasks, None)
@@ -376,16 +371,8 @@ class _Conversion:
 
                 file, write = task
                 worker.do(write, file)
-        except BaseException as error:
-            self.fail(error)
         finally:
-            if worker is not None:
-                worker.wait()
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error of any thread, which ends the others."""
-        if not isinstance(error, _Stopped):
-            self.failure.keep(error)
+            worker.wait()
 
     def advance(self, nbytes: int) -> None:
         """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
@@ -399,8 +386,7 @@ class _Conversion:
 class _OutputBuffer:
     """A buffer for output bytes, which is written in the background."""
 
-    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
-        self.conversion = conversion
+    def __init__(self, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
         self.writers = writers
         self.memory = memory
         self.buffer = AlignedBuffer(memory, 0)
@@ -415,19 +401,12 @@ class _OutputBuffer:
 
     def send(self, file: ShardFile, data: Bytes, offset: int) -> None:
         """Write `data`, which `take` returned, to `offset` of a file on another thread."""
-
-        def write() -> None:
-            try:
-                file.write(data, offset)
-            except BaseException as error:
-                self.conversion.fail(error)
-
-        self.pending = self.writers.submit(write)
+        self.pending = self.writers.submit(file.write, data, offset)
 
     def wait(self) -> None:
-        """Wait until the last contents are written."""
+        """Wait until the last contents are written; an error of writing them is raised here."""
         if self.pending is not None:
-            wait([self.pending])
+            self.pending.result()
 
 
 class _Worker:
@@ -439,7 +418,7 @@ class _Worker:
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
         self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
-        self.buffers = [_OutputBuffer(conversion, writers, self.kernels.memory) for _ in range(2)]
+        self.buffers = [_OutputBuffer(writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, write: Write, file: ShardFile) -> None:
         """Carry out one write. Its last pieces may still be being written when this returns."""
