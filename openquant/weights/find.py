@@ -38,9 +38,8 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
-from ..files.gguf import GgufTensor
 from ..files.shardfile import TensorInfo
-from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Blocks, Format, GgmlType, Scale, grid_of
+from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
@@ -689,21 +688,3 @@ class GgufCheckpoint(Checkpoint):
 
     weights: Mapping[str, Weight] = field(default_factory=dict)
     file: Path = Path()
-
-
-def gguf_weight(name: str, shape: tuple[int, ...], stored: GgufTensor, number: GgmlType, blocks: Blocks) -> Weight:
-    """Return a weight that lies in a GGUF file.
-
-    Args:
-        name: full tensor name in a Hugging Face directory.
-        shape: its shape there: [out, in] or [out]. Vectors are read as one row.
-        stored: the tensor of the file, or the part of it that one expert has.
-        number: its tensor type.
-        blocks: what is undone after blocks are decoded.
-    """
-    rows, cols = (1, *shape)[-2:]
-    codes = TensorInfo(name, "U8", (rows, stored.nbytes // rows))
-    module = name.removesuffix(".weight")
-    source = TensorInfo(name, "BF16", shape)
-    fmt = Format(number, (1, number.block), Scale(""), blocks=blocks)
-    return Weight(module, template(module), source, (rows, cols), format=fmt, parts=(codes,))
