@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..convert.conversion import loops
+from ..convert.conversion import ShardProvider, loops
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
@@ -675,7 +675,7 @@ class _ScaleSearch:
             return workers
         return max(1, min(workers, (limit - resident()) // per_thread))
 
-    def _begin(self, supply: session.ShardProvider) -> Callable[[int], None]:
+    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
         return partial(self._choose_scale, Reader(self.job.plan.decoded.where, supply.path))
 
     def _choose_scale(self, reader: Reader, number: int) -> None:

@@ -180,34 +180,32 @@ def _has_only(value: int, data: Bytes) -> bool:
     return bool((data[:PROBED] == value).all() and (data == value).all())
 
 
-class ShardTransfer(Protocol):
-    """Provides source shards and learns which output shards are finished. Any thread may call it."""
+class ShardProvider(Protocol):
+    """Provides source shards, on disk or as they are downloaded. Methods may be called from any thread."""
 
-    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all source shards of an output shard are on disk, or `stopped()` is true.
-
-        An error that it raises ends the conversion.
+    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
+        """Wait until all shards that `what` needs are on disk, or `stopped()`.
 
         Args:
-            output: file name of the output shard.
-            stopped: whether the conversion is ending.
+            what: name of what reads the shards, such as a unit or an output shard.
+            stopped: returns whether to give up waiting; called from time to time.
+
+        Raises:
+            SourceError: a shard cannot be downloaded.
+            OutputError: it cannot be written.
         """
 
     def path(self, name: str) -> Path:
-        """Return the path of a source shard. It is on disk once `wait_for` has returned for an output made from it.
+        """Return the path of a source shard that is on disk, by its file name."""
 
-        Args:
-            name: file name of the source shard, such as "model-00001-of-00005.safetensors".
-        """
-
-    def release(self, output: str) -> None:
-        """Release the source shards of an output shard, which is whole and final."""
+    def release(self, what: str) -> None:
+        """Release the shards of `what`, so that they may be deleted."""
 
 
 def convert(
     plan: Plan,
     shards: Sequence[Shard],
-    transfer: ShardTransfer,
+    transfer: ShardProvider,
     output: OutputDirectory,
     workers: int,
     device: str = "cpu",
@@ -317,7 +315,7 @@ class _Conversion:
 
     plan: Plan
     shards: Sequence[Shard]
-    transfer: ShardTransfer
+    transfer: ShardProvider
     output: OutputDirectory
     device: str
     progress: Progress | None
