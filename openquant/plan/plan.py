@@ -232,6 +232,7 @@ class _Sorted(NamedTuple):
     fused: dict[str, tuple[str, ...]]
 
 
+@dataclass(eq=False)
 class Planner:
     """Makes plans of one checkpoint, as `make_plan` does, and finds what they share only once.
 
@@ -242,23 +243,16 @@ class Planner:
         choice: what says which layers get which scheme; the options of each plan if None.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        identity: str = "",
-        architecture: str | Architecture | None = None,
-        choice: assign.LayerChoice | None = None,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.identity = identity
-        self._architecture = architecture
-        self._choice = choice
-        # By entry, --ignore, and whether the source is in the scheme already.
-        self._sorted: dict[tuple[Architecture, tuple[str, ...], bool], _Sorted] = {}
+    checkpoint: Checkpoint
+    identity: str = ""
+    architecture: str | Architecture | None = None
+    choice: assign.LayerChoice | None = None
+    # By entry, --ignore, and whether the source is in the scheme already.
+    _sorted: dict[tuple[Architecture, tuple[str, ...], bool], _Sorted] = field(default_factory=dict)
 
     @cached_property
     def _model(self) -> Architecture:
-        return find_architecture(self.checkpoint, self._architecture)
+        return find_architecture(self.checkpoint, self.architecture)
 
     @cached_property
     def _decoded(self) -> tuple[Checkpoint, dict[str, Weight]]:
@@ -292,7 +286,7 @@ class Planner:
         """
         checkpoint = self.checkpoint
         model = self._model
-        choice = self._choice or assign.LayerChoice(options)
+        choice = self.choice or assign.LayerChoice(options)
         of_layers = [scheme, *choice.schemes]
         schemes = [*of_layers, *(other for _, other in options.scheme_for)]
         engines.refuse_schemes(model, schemes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,7 @@ def _allocate(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
+@dataclass(eq=False)
 class Reader:
     """Reads weights of a checkpoint into one buffer. Each thread has a Reader of its own.
 
@@ -100,19 +101,14 @@ class Reader:
         loops: the kernels for what its caller computes of the rows.
     """
 
-    def __init__(
-        self,
-        where: Mapping[str, Location],
-        path: Callable[[str], Path],
-        memory: Callable[[int], Bytes] = _allocate,
-        loops: Loops = kernels,
-    ) -> None:
-        self.loops = loops
-        self.where = where
-        self.path = path
-        self._memory = memory
-        self._buffer = memory(BUFFER)
-        self._columns = ColumnReader(where.__getitem__, self.open, self.read_bytes)
+    where: Mapping[str, Location]
+    path: Callable[[str], Path]
+    memory: Callable[[int], Bytes] = _allocate
+    loops: Loops = kernels
+
+    def __post_init__(self) -> None:
+        self._buffer = self.memory(BUFFER)
+        self._columns = ColumnReader(self.where.__getitem__, self.open, self.read_bytes)
 
     def open(self, shard: str) -> SourceFile:
         """Open a shard of the source, for a `with` statement."""
@@ -153,7 +149,7 @@ class Reader:
         kind = BITS_TYPE[weight.dtype]
         pitch = cols * kind.itemsize
         if self._buffer.nbytes < step * pitch:
-            self._buffer = self._memory(step * pitch)
+            self._buffer = self.memory(step * pitch)
 
         # One buffer for all pieces, because the system clears newly allocated memory.
         code_buffer = np.empty(step * weight.row_bytes if weight.format is not None else 0, np.uint8)
