@@ -536,7 +536,6 @@ def _widen(grid: Floats, width: int | None) -> Floats:
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small
 # enough for the cache.
 GROUPS = 1 << 16
-WEIGHTS = 1 << 18
 
 
 class Scales(NamedTuple):
@@ -660,7 +659,7 @@ def _choose_with_zero_points(
     """Return the scale and zero point of each group; with several clip ratios, those of the least squared error."""
     fmt = scheme.format
     width = fmt.group[1] or bits.shape[1]
-    step = max(1, WEIGHTS // bits.shape[1])
+    step = max(1, CHUNK // bits.shape[1])
 
     shape = len(bits), bits.shape[1] // width
     scale = np.empty(shape, np.float32)
