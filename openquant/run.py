@@ -462,8 +462,4 @@ def _index(plan: Plan) -> bytes:
 
 
 def _config(plan: Plan) -> bytes:
-    try:
-        return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
-        # JSON can have half of a surrogate pair only as an escape.
-        return (json.dumps(output_config(plan), indent=2) + "\n").encode()
+    return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()
