@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PlanError, UsageError
@@ -215,11 +214,7 @@ class LayerChoice:
 
     def is_unquantized(self, module: str) -> bool:
         """Return whether a module stays unquantized, whatever the registry says of it."""
-        return self._is_ignored(module)
-
-    @cached_property
-    def _is_ignored(self) -> Callable[[str], bool]:
-        return self.options.ignores()
+        return self.options.ignored.fullmatch(module) is not None
 
     def request(self, decisions: Decisions) -> RequestedSchemes:
         """Find the layers that get another scheme than the plan's, or none.
