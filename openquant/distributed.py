@@ -48,9 +48,8 @@ GRACE_INTERRUPTED = 5.0
 # Bytes that are sent through the store at a time. The store's limit is 8 MiB.
 CHUNK = 1 << 20
 
-# Hints for a rank that another rank ended: for any job, and for one that keeps finished shards.
-RERUN = "run the same command again"
-RERUN_CONTINUES = f"{RERUN}: finished shards are kept"
+# Hint for a rank that another rank ended.
+_RERUN = "run the same command again: it continues"
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class Ranks:
         rendezvous: where the ranks find the store; None only for a single process.
         patience: seconds until all ranks must have come.
         say: is called with a line that says what this rank waits for, if that takes a while.
-        rerun_hint: the hint of an error where another rank ended this one.
     """
 
     rank: int = 0
@@ -95,7 +93,6 @@ class Ranks:
     rendezvous: Rendezvous | None = None
     patience: float = field(default=PATIENCE, compare=False)
     say: Callable[[str], object] | None = field(default=None, compare=False, repr=False)
-    rerun_hint: str = field(default=RERUN, compare=False, repr=False)
     _exchange: _Exchange | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
@@ -271,8 +268,6 @@ class Ranks:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._exchange is not None:
             self._exchange.close(error)
-        # The next job may be of another kind.
-        self.rerun_hint = RERUN
 
 
 def attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -425,7 +420,7 @@ class _Exchange:
         if isinstance(error, _PeerError):
             return error.message, error.hint
         if isinstance(error, KeyboardInterrupt):
-            return f"rank {self.rank} was interrupted", self.ranks.rerun_hint
+            return f"rank {self.rank} was interrupted", _RERUN
         failed = f"rank {self.rank} failed"
         if isinstance(error, OpenQuantError):
             return f"{failed}: {error.message}", error.hint
@@ -475,7 +470,7 @@ class _Exchange:
 
     def _lost(self, reason: str) -> _PeerError:
         """The error of a rank that has lost the store."""
-        return _PeerError(f"rank {self.rank} lost {self.rendezvous}: {reason}", self.ranks.rerun_hint)
+        return _PeerError(f"rank {self.rank} lost {self.rendezvous}: {reason}", _RERUN)
 
     def _connect(self) -> Any:
         """Open the store, or serve it, once it can be reached."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .convert.conversion import worker_memory, worth_compiling
-from .distributed import RERUN_CONTINUES, Ranks
+from .distributed import Ranks
 from .errors import UsageError
 from .files.checkpoint import Checkpoint, Fingerprint, Stamp
 from .files.destination import WeightFacts
@@ -95,11 +95,10 @@ class Job(Opened):
 
 @contextmanager
 def connect_ranks(ranks: Ranks | None) -> Iterator[Ranks]:
-    """Connect the ranks of a run that can be resumed.
+    """Connect the ranks of a run.
 
     Args:
-        ranks: the processes of the job as this one sees them; None for a process on its own. Their `rerun_hint` says
-            in the `with` block that finished shards are kept.
+        ranks: the processes of the job as this one sees them; None for a process on its own.
 
     Returns:
         A context manager that gives the connected ranks. Entering it waits for all of them; at its end this rank leaves
@@ -110,7 +109,6 @@ def connect_ranks(ranks: Ranks | None) -> Iterator[Ranks]:
         UsageError: while entering: there are several ranks, and `ranks.rendezvous` is None.
     """
     ranks = ranks or Ranks()
-    ranks.rerun_hint = RERUN_CONTINUES
     with ranks:
         # Connecting takes memory, so it comes before the memory for workers is measured.
         ranks.agree(None)

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from .formats import reference
 from .formats.kernels import choose_scales, choose_shared_scale
+from .formats.reference import TORCH_DTYPES
 from .formats.schemes import ASYMMETRIC, VARIANTS, Scheme, find_scheme
 
-_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
 # Tensors of a layer in an output directory. Engines scale activations by those of inputs, and we do not.
 _NAMES = {
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_zero_point"),
@@ -77,7 +70,7 @@ class PackedLinear(nn.Module):
             if variant.format.number == number
             and variant.format.shape_error(shape) is None
             and variant.format.scale_shape(shape) == scale.shape
-            and scale.dtype == _DTYPES[variant.format.scale.dtype]
+            and scale.dtype == TORCH_DTYPES[variant.format.scale.dtype]
             and format in (None, variant.method)
             and (variant.format.global_scale is None) == (global_scale is None)
         ]
@@ -176,11 +169,8 @@ class PackedLinear(nn.Module):
         if size is None and smaller is not None and smaller.name == scheme and chosen.format.shape_error(shape):
             chosen = smaller
 
-        if chosen.asymmetric:
-            raise ValueError(f"from_linear computes no zero points, and scheme {scheme} needs them")
         fmt = chosen.format
-        problem = _why_not_held(chosen) or fmt.shape_error(shape)
-        if problem:
+        if problem := fmt.shape_error(shape):
             raise ValueError(problem)
 
         absmax = reference.group_absmax(weight, fmt.group)
@@ -194,13 +184,9 @@ class PackedLinear(nn.Module):
             largest = absmax.amax().reshape(1).cpu().numpy()
             global_scale = torch.from_numpy(choose_shared_scale(fmt, largest)).to(weight.device)
 
-        if chosen.searches_scales:
-            # The search runs on the CPU whatever the device, so that all devices choose the same scales.
-            bits = weight.float().cpu().contiguous().numpy().view(np.uint32)
-            scale = torch.from_numpy(choose_scales(chosen, bits, "F32", absmax.cpu().numpy()).scale).to(weight.device)
-        else:
-            scale, _ = reference.choose_unsearched_scales(weight, fmt, absmax, global_scale)
-
+        # On the CPU whatever the device, so that all devices choose the same scales.
+        bits = weight.float().cpu().contiguous().numpy().view(np.uint32)
+        scale = torch.from_numpy(choose_scales(chosen, bits, "F32", absmax.cpu().numpy()).scale).to(weight.device)
         codes = reference.encode(weight, scale, fmt)
         stored = reference.stored_scale(scale, fmt, shape, global_scale)
         bias = None if linear.bias is None else linear.bias.detach()
@@ -246,13 +232,9 @@ def _schemes_of_codes(weight: Tensor, name: str | None, has_zero_point: bool) ->
     if not with_zeros:
         raise ValueError(f"scheme {name} {'has no' if has_zero_point else 'needs a'} zero_point")
 
-    held = [variant for variant in with_zeros if _why_not_held(variant) is None]
-    if not held:
-        raise ValueError(_why_not_held(with_zeros[0]))
-
-    schemes = [variant for variant in held if _DTYPES[variant.format.number.dtype] == weight.dtype]
+    schemes = [variant for variant in with_zeros if TORCH_DTYPES[variant.format.number.dtype] == weight.dtype]
     if not schemes or weight.ndim != 2:
-        dtypes = dict.fromkeys(_dtype_name(_DTYPES[variant.format.number.dtype]) for variant in held)
+        dtypes = dict.fromkeys(_dtype_name(TORCH_DTYPES[variant.format.number.dtype]) for variant in with_zeros)
         wanted = " or ".join([*dtypes][::-1])
         of_scheme = f" of {name}" if name else ""
         raise ValueError(f"weight must be codes{of_scheme}: {wanted} matrix, not {_describe(weight)}")
@@ -265,11 +247,3 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _describe(tensor: Tensor) -> str:
     return f"{_dtype_name(tensor.dtype)} {list(tensor.shape)}"
-
-
-def _why_not_held(scheme: Scheme) -> str | None:
-    """Say why PackedLinear cannot hold a scheme: "PackedLinear has no tensors of F8_E5M2, ..."; None if it can."""
-    unknown = [dtype for dtype in (scheme.format.number.dtype, scheme.format.scale.dtype) if dtype not in _DTYPES]
-    if not unknown:
-        return None
-    return f"PackedLinear has no tensors of {unknown[0]}, and scheme {scheme.name} needs them"

@@ -237,7 +237,7 @@ class _Writer:
                 )
             except (SourceError, PlanError):
                 # Bytes at the planned offsets of a replaced shard look like damaged weights.
-                _require_unmoved(job)
+                job.fingerprint().require_unchanged()
                 raise
 
         if self.publisher:
@@ -286,7 +286,7 @@ class _Writer:
         source = self.job.source
         claim = self.claim
 
-        _require_unmoved(self.job)
+        self.job.fingerprint().require_unchanged()
         digests = source.digests(self.job.checkpoint)
         copied = self.job.plan.files.keys() - self.generated.keys()
         changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
@@ -435,30 +435,6 @@ def generate_files(job: Job, leave_out: Container[str] = ()) -> dict[str, bytes]
     return {name: make() for name, make in makers.items() if name not in leave_out}
 
 
-def _require_unmoved(job: Job) -> None:
-    """Refuse a source that was written to since the plan was made.
-
-    Raises:
-        SourceError: a shard has another size, or other times.
-    """
-    source = job.source
-    now = source.stamps(job.checkpoint)
-
-    # Without the inode, which some network file systems change now and then; a replaced file has another ctime anyway.
-    moved = [name for name, stamp in now.items() if stamp[:-1] != job.stamps[name][:-1]]
-    if moved:
-        path = source.root / min(moved)
-        # That of a GGUF file is a link to it.
-        if source.gguf is not None:
-            path = path.resolve()
-
-        # Run again, what was made of it is made anew; of one with another header the plan is another too.
-        raise SourceError(
-            f"{path} changed while it was being converted",
-            "let nothing write to the model meanwhile, and run the same command again",
-        )
-
-
 def _card(plan: Plan, source: Source, target: Path) -> bytes:
     base = None
     if CARD_FILE in plan.files:
@@ -486,8 +462,4 @@ def _index(plan: Plan) -> bytes:
 
 
 def _config(plan: Plan) -> bytes:
-    try:
-        return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
-        # JSON can have half of a surrogate pair only as an escape.
-        return (json.dumps(output_config(plan), indent=2) + "\n").encode()
+    return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()

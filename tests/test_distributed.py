@@ -228,7 +228,7 @@ def convert(*_, **__):
     raise SourceError("a weight is damaged", "download it again")
 run.convert = convert
 """
-AGAIN = "hint: run the same command again: finished shards are kept\n"
+AGAIN = "hint: run the same command again: it continues\n"
 
 
 def are_busy(*ranks: subprocess.Popen[str] | Command) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from openquant import PackedLinear, compress, dequantize, packed
-from openquant.formats import schemes
-from openquant.formats.schemes import INT8_W8A8, SCHEMES, VARIANTS, ZERO_POINT, Scheme
+from openquant import PackedLinear, compress, dequantize
 from support import small_checkpoints
 from support.rows import for_each
 
@@ -156,32 +153,3 @@ def test_bad_parts_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     make(linear)
-
-
-SHIFTED = replace(INT8_W8A8, name="shifted", format=replace(INT8_W8A8.format, zero_point=ZERO_POINT))
-
-
-NEW_NUMBER = replace(INT8_W8A8.format.number, dtype="F8_E5M2")
-
-
-NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, number=NEW_NUMBER))
-
-
-@for_each(("scheme", "message"), [
-    (SHIFTED, "(from_linear computes no zero points, and scheme shifted needs them|scheme shifted needs a zero_point)"),
-    (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
-])  # fmt: skip
-def test_a_scheme_that_the_layer_cannot_hold_is_refused(
-    scheme: Scheme, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (schemes, packed):
-        monkeypatch.setattr(module, "VARIANTS", (scheme, *VARIANTS))
-    monkeypatch.setitem(SCHEMES, scheme.name, scheme)
-    linear = nn.Linear(256, 128)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        PackedLinear.from_linear(linear, scheme.name)
-    codes, scale = torch.zeros(128, 256, dtype=torch.int8), torch.ones(128, 1)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        PackedLinear(codes, scale, scheme=scheme.name)
-    # Without a name, the layer is not taken for one of that scheme.
-    assert PackedLinear(codes, scale).scheme is INT8_W8A8

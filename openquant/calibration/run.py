@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..convert.conversion import loops
+from ..convert.conversion import ShardProvider, loops
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from ..files.destination import Destination, Needs, require_space, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
 from ..formats.numbers import Floats
 from ..hub.source import Source, model_folder, supply_shards
-from ..job import Job, Opened, claim_of, file_places, model_place, open_source
+from ..job import Job, Opened, claim_of, connect_ranks, file_places, model_place, open_source
 from ..machine import COMPILED_MEMORY, resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
@@ -74,10 +74,8 @@ def calibrate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    ranks = ranks or Ranks()
-    with ranks:
-        ranks.agree(None)
-        return ranks.all_do(lambda: _calibrate(options, texts, ranks, reporter or default_reporter()))
+    with connect_ranks(ranks) as connected:
+        return connected.all_do(lambda: _calibrate(options, texts, connected, reporter or default_reporter()))
 
 
 def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
@@ -677,7 +675,7 @@ class _ScaleSearch:
             return workers
         return max(1, min(workers, (limit - resident()) // per_thread))
 
-    def _begin(self, supply: session.ShardProvider) -> Callable[[int], None]:
+    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
         return partial(self._choose_scale, Reader(self.job.plan.decoded.where, supply.path))
 
     def _choose_scale(self, reader: Reader, number: int) -> None:

@@ -252,7 +252,7 @@ def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader
     rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
     for name in _vectors(mapping.smooth_layer, plan):
         info = plan.decoded.tensors[name]
-        values = read_vector(info, reader)
+        values = to_float32(reader.read_bytes(info).view(BITS_TYPE[info.dtype]), info.dtype)
         if name.endswith(".weight"):
             divided, scale = divide_norm(values, scale, mapping.offset, info.dtype)
         else:
@@ -294,22 +294,6 @@ def repeat_smoothing(chosen: Mapping[str, str], plan: Plan) -> WeightTransforms:
             scale = np.exp2(letters.astype(np.float32) - _ONE)
             parts.append(apply_smoothing(mapping, scale, plan, reader))
     return combine_transforms(parts, plan)
-
-
-def read_vector(info: TensorInfo, reader: Reader) -> Floats:
-    """Read a norm or a bias.
-
-    Args:
-        info: name, dtype ("BF16", "F16" or "F32") and shape [n] of the tensor.
-        reader: reads weights and tensors of the source checkpoint.
-
-    Returns:
-        float32 [n].
-
-    Raises:
-        SourceError: it cannot be read.
-    """
-    return to_float32(reader.read_bytes(info).view(BITS_TYPE[info.dtype]), info.dtype)
 
 
 def divide_norm(weight: Floats, scale: Floats, offset: float, dtype: str) -> tuple[Floats, Floats]:

@@ -12,6 +12,7 @@ in int4 weighed tokens leave 0.82 of the KL of `--gptq`, and this 0.71 (docs/res
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -107,36 +108,33 @@ def _solve(multiply: Callable[[Tensor], Tensor], diagonal: Tensor, right: Tensor
     return found
 
 
+@dataclass(eq=False)
 class _Tuning:
     """A weight that is tuned. All matrices are transposed, so that each column is contiguous, and filled up to blocks.
 
     The arguments are those of `tune_rounding`.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        quotients: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        hessian: Tensor,
-        outputs: Tensor,
-        fmt: Format,
-        global_scale: Floats | None,
-    ) -> None:
-        self.shape = weight.shape
-        self.scale_shape = scale.shape
-        self.height = fmt.group[0] or len(weight)
-        self.width = fmt.group[1] or weight.shape[1]
-        self.fmt = fmt
-        self.global_scale = global_scale
-        self.hessian = hessian
-        self.outputs = outputs
+    weight: Tensor
+    quotients: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    hessian: Tensor
+    outputs: Tensor
+    fmt: Format
+    global_scale: Floats | None
 
-        self.weight = self._by_column(weight)
-        self.quotients = self._by_column(quotients)
-        self.scales = self._by_group(scale, 1.0)
-        self.zeros = torch.zeros_like(self.scales) if zero_point is None else self._by_group(zero_point, 0.0)
+    def __post_init__(self) -> None:
+        self.shape = self.weight.shape
+        self.height = self.fmt.group[0] or len(self.weight)
+        self.width = self.fmt.group[1] or self.shape[1]
+
+        self.weight = self._by_column(self.weight)
+        self.quotients = self._by_column(self.quotients)
+        self.scales = self._by_group(self.scale, 1.0)
+        self.zeros = torch.zeros_like(self.scales)
+        if self.zero_point is not None:
+            self.zeros = self._by_group(self.zero_point, 0.0)
 
     def _by_column(self, values: Tensor, filled: float = 0.0) -> Tensor:
         """[out, in] -> [in, blocks * BLOCK]."""
@@ -212,4 +210,4 @@ class _Tuning:
         """The quotients and the scales, as tune_rounding returns them."""
         rows = self.shape[0]
         scale = self.scales[:, :rows].T[:: self.height]
-        return self.quotients[:, :rows].T.contiguous(), scale.reshape(self.scale_shape).contiguous()
+        return self.quotients[:, :rows].T.contiguous(), scale.reshape(self.scale.shape).contiguous()

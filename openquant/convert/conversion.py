@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ from ..plan.layout import (
     weight_kinds,
 )
 from ..plan.plan import Plan
-from ..threads import FirstFailure, in_threads
+from ..threads import in_threads
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
@@ -180,34 +180,32 @@ def _has_only(value: int, data: Bytes) -> bool:
     return bool((data[:PROBED] == value).all() and (data == value).all())
 
 
-class ShardTransfer(Protocol):
-    """Provides source shards and learns which output shards are finished. Any thread may call it."""
+class ShardProvider(Protocol):
+    """Provides source shards, on disk or as they are downloaded. Methods may be called from any thread."""
 
-    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all source shards of an output shard are on disk, or `stopped()` is true.
-
-        An error that it raises ends the conversion.
+    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
+        """Wait until all shards that `what` needs are on disk, or `stopped()`.
 
         Args:
-            output: file name of the output shard.
-            stopped: whether the conversion is ending.
+            what: name of what reads the shards, such as a unit or an output shard.
+            stopped: returns whether to give up waiting; called from time to time.
+
+        Raises:
+            SourceError: a shard cannot be downloaded.
+            OutputError: it cannot be written.
         """
 
     def path(self, name: str) -> Path:
-        """Return the path of a source shard. It is on disk once `wait_for` has returned for an output made from it.
+        """Return the path of a source shard that is on disk, by its file name."""
 
-        Args:
-            name: file name of the source shard, such as "model-00001-of-00005.safetensors".
-        """
-
-    def release(self, output: str) -> None:
-        """Release the source shards of an output shard, which is whole and final."""
+    def release(self, what: str) -> None:
+        """Release the shards of `what`, so that they may be deleted."""
 
 
 def convert(
     plan: Plan,
     shards: Sequence[Shard],
-    transfer: ShardTransfer,
+    transfer: ShardProvider,
     output: OutputDirectory,
     workers: int,
     device: str = "cpu",
@@ -313,11 +311,11 @@ class _Stopped(Exception):
 
 @dataclass(eq=False)
 class _Conversion:
-    """One call of `convert`: the writes still to do, the shards in progress, and the first failure."""
+    """One call of `convert`: the writes still to do, and the shards in progress."""
 
     plan: Plan
     shards: Sequence[Shard]
-    transfer: ShardTransfer
+    transfer: ShardProvider
     output: OutputDirectory
     device: str
     progress: Progress | None
@@ -332,7 +330,6 @@ class _Conversion:
     findings: WeightFindings = field(default_factory=WeightFindings)
 
     def __post_init__(self) -> None:
-        self.failure = FirstFailure(self.stopped.set)
         self.tasks = self._make_tasks()
 
     def _make_tasks(self) -> Iterator[tuple[ShardFile, Write]]:
@@ -359,15 +356,11 @@ class _Conversion:
         finally:
             for file in self.files.values():
                 file.close()
-        self.failure.check()
         return self.findings
 
     def _work(self, writers: ThreadPoolExecutor) -> None:
-        worker = None
-
+        worker = _Worker(self, writers)
         try:
-            worker = _Worker(self, writers)
-
             while not self.stopped.is_set():
                 with self.task_lock:
                     task = next(self.tasks, None)
@@ -376,16 +369,8 @@ class _Conversion:
 
                 file, write = task
                 worker.do(write, file)
-        except BaseException as error:
-            self.fail(error)
         finally:
-            if worker is not None:
-                worker.wait()
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error of any thread, which ends the others."""
-        if not isinstance(error, _Stopped):
-            self.failure.keep(error)
+            worker.wait()
 
     def advance(self, nbytes: int) -> None:
         """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
@@ -399,8 +384,7 @@ class _Conversion:
 class _OutputBuffer:
     """A buffer for output bytes, which is written in the background."""
 
-    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
-        self.conversion = conversion
+    def __init__(self, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
         self.writers = writers
         self.memory = memory
         self.buffer = AlignedBuffer(memory, 0)
@@ -415,19 +399,12 @@ class _OutputBuffer:
 
     def send(self, file: ShardFile, data: Bytes, offset: int) -> None:
         """Write `data`, which `take` returned, to `offset` of a file on another thread."""
-
-        def write() -> None:
-            try:
-                file.write(data, offset)
-            except BaseException as error:
-                self.conversion.fail(error)
-
-        self.pending = self.writers.submit(write)
+        self.pending = self.writers.submit(file.write, data, offset)
 
     def wait(self) -> None:
-        """Wait until the last contents are written."""
+        """Wait until the last contents are written; an error of writing them is raised here."""
         if self.pending is not None:
-            wait([self.pending])
+            self.pending.result()
 
 
 class _Worker:
@@ -438,8 +415,8 @@ class _Worker:
         self.findings = conversion.findings
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
-        self.buffers = [_OutputBuffer(conversion, writers, self.kernels.memory) for _ in range(2)]
+        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory)
+        self.buffers = [_OutputBuffer(writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, write: Write, file: ShardFile) -> None:
         """Carry out one write. Its last pieces may still be being written when this returns."""
@@ -532,7 +509,7 @@ class _Worker:
         for bits in self.reader.rows(write.weight, 1):
             buffer = self._next_buffer()
             piece = buffer.take(target, bits.nbytes // 2)
-            self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
+            kernels.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
             buffer.send(file, piece, target)
             target += piece.nbytes
             self.conversion.advance(row_bytes(write.weight, len(bits)))
@@ -544,7 +521,7 @@ class _Worker:
         low = 0
         for bits in self.reader.rows(write.weight, 1):
             rows = np.empty(bits.shape, np.uint16)
-            self.loops.to_bfloat16(bits.view(np.float32), rows)
+            kernels.to_bfloat16(bits.view(np.float32), rows)
             transposed[:, low : low + len(bits)] = rows.T
             low += len(bits)
             self.conversion.advance(row_bytes(write.weight, len(bits)))
@@ -698,7 +675,7 @@ class _Worker:
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
 
             if shared_absmax is None or not fmt.shared:
-                stored = self.loops.encode_scales(fmt, scale, global_scale)
+                stored = fmt.encode_scales(scale, global_scale)
                 file.write(stored, scale_target)
                 scale_target += stored.nbytes
 
@@ -708,7 +685,7 @@ class _Worker:
             buffer = self._next_buffer()
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
-            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
+            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, zero_point)
             lost.look_at(out, zero_point, bits)
             buffer.send(file, codes, target)
 
@@ -760,12 +737,12 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
                 if written.get_dtype() != info.dtype or tuple(written.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {written.get_dtype()} {written.get_shape()}")
 
-                fmt = formats.get(info.name.rpartition(".")[0])
-                if fmt is not None and is_scale_tensor(info):
-                    signed = fmt.signed_scales
+                module, _, last = info.name.rpartition(".")
+                if module in formats and last.startswith(_SCALE_NAMES):
+                    signed = formats[module].signed_scales
                     if info.dtype in ("BF16", "F8_E4M3"):
                         # numpy has neither of the two, so the library cannot read them into it.
-                        sound = has_sound_scales(path, offset, info, signed)
+                        sound = all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
                     else:
                         sound = _is_sound(file.get_tensor(info.name), signed)
                     if not sound:
@@ -777,27 +754,6 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
 
     if problems:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
-
-
-def is_scale_tensor(info: TensorInfo) -> bool:
-    """Return whether a tensor holds scales of weights or activations, going by its name alone.
-
-    Args:
-        info: name, dtype and shape of a tensor of a quantized layer.
-    """
-    return info.name.rpartition(".")[2].startswith(_SCALE_NAMES)
-
-
-def has_sound_scales(path: Path, offset: int, info: TensorInfo, signed: bool) -> bool:
-    """Return whether all scales of a tensor are finite and positive, or of either sign.
-
-    Args:
-        path: the file that contains the tensor.
-        offset: bytes from the start of the file to the tensor.
-        info: the tensor's name, dtype (any in which scales are stored) and shape.
-        signed: whether scales may be negative (`Format.signed_scales`).
-    """
-    return all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
 
 
 def _is_sound(scale: Floats, signed: bool) -> bool:
@@ -837,20 +793,7 @@ class CpuKernels:
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
-
-    def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
-        """Compute the largest absolute weight of each group.
-
-        Args:
-            bits: weights [rows, cols] of whole groups, as `load` returns them.
-            dtype: dtype of the weights: "BF16", "F16" or "F32".
-            group: (height, width) of a group; None is the whole axis.
-
-        Returns:
-            float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
-        """
-        found: Floats = self.loops.absmax(bits, dtype, group)
-        return found
+        self.absmax = loops.absmax
 
     def encode(
         self,
@@ -859,7 +802,6 @@ class CpuKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
         """Quantize weights and write their codes to `out` as they are stored.
@@ -870,10 +812,9 @@ class CpuKernels:
             scale: float32 [rows / height, cols / width], the scale of each group, divided by the global scale.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
-            global_scale: float32 [1, 1], by which `scale` is divided; None for formats without one.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
-        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, zero_point)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Return the bits unchanged, uint16 or uint32 [rows, cols], for `absmax` and `encode`; `dtype` is ignored."""
@@ -902,7 +843,6 @@ class TorchKernels:
 
         self.torch = torch
         self.device = torch.device(device)
-        self.dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         self.stream: Any = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -934,9 +874,11 @@ class TorchKernels:
         Returns:
             The weights as a torch tensor [rows, cols] of that dtype on the device.
         """
+        from ..formats.reference import TORCH_DTYPES
+
         signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
         with self._working():
-            return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
+            return signed.to(self.device, non_blocking=True).view(TORCH_DTYPES[dtype])
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
         """Compute the largest absolute weight of each group.
@@ -962,7 +904,6 @@ class TorchKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
         """Quantize weights and write their codes to `out` as they are stored.
@@ -973,12 +914,11 @@ class TorchKernels:
             scale: float32 [rows / height, cols / width] on the host, the scale of each group divided by any global one.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
-            global_scale: ignored, since `scale` is divided by it already.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
         from ..formats.reference import encode
 
-        del dtype, global_scale
+        del dtype
         with self._working():
             zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
             codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)

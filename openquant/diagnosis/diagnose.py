@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..convert.conversion import loops, worth_compiling
+from ..convert.conversion import ShardProvider, loops, worth_compiling
 from ..errors import SourceError
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format, Group
@@ -26,7 +26,7 @@ from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, Scales, choose_scal
 from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import SCHEMES, Scheme
 from ..plan.plan import Plan
-from ..streaming.session import ShardProvider, Stopped, work_as_shards_arrive
+from ..streaming.session import Stopped, work_as_shards_arrive
 from ..weights.quant_error import relative_error, row_energies
 from ..weights.reading import DAMAGED_WEIGHTS, Reader
 from ..weights.weight import Weight

@@ -630,8 +630,12 @@ class Fingerprint:
         for shard, now in stamps_of(self.checkpoint.root, local).items():
             # Without the inode, which some network file systems change; a replaced file has another ctime anyway.
             if now[:-1] != self._stamps[shard][:-1]:
+                path = self.checkpoint.root / shard
+                # Shards of a GGUF file are links to it.
+                if path.resolve().suffix == ".gguf":
+                    path = path.resolve()
                 raise SourceError(
-                    f"{self.checkpoint.root / shard} changed while it was being read",
+                    f"{path} changed while it was being read",
                     "let nothing write to the model or link its files meanwhile, and run the same command again",
                 )
 

@@ -8,7 +8,6 @@ bounded in size, and comes from a regular file.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
@@ -118,7 +117,7 @@ def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> s
         `auto_map` names with what it imports, weights in folders that modules.json names, adapters that config.json
         names, and pictures and texts that the card names.
     """
-    known = {name for name in names if _is_known(name)}
+    known = {name for name in names if _matches(name.rsplit("/", 1)[-1].lower(), MODEL_FILES)}
     found = known | _code(names, known, read) | _module_weights(names, read) | _shown(names, read)
     found = {name for name in found if left_out_part(name) is None or name.endswith(_MODULE_WEIGHTS)}
     found |= _adapters(names, read)
@@ -138,10 +137,6 @@ def deciding(names: Iterable[str]) -> list[str]:
     if any(name.lower().endswith(_SHOWN) and name != CARD_FILE for name in names):
         patterns.append(CARD_FILE)
     return [name for name in names if _matches(name, patterns) and ("/" not in name or name == _GENERATE)]
-
-
-def _is_known(name: str) -> bool:
-    return _matches(name.rsplit("/", 1)[-1].lower(), MODEL_FILES)
 
 
 def _may_be_copied(name: str) -> bool:
@@ -267,8 +262,6 @@ def _parse(data: bytes) -> Any:
 # Largest sizes in bytes: of a config, card or journal, and of an index, which lists every tensor.
 MAX_SMALL = 16 << 20
 MAX_INDEX = 100_000_000
-# Nesting of JSON. Published configs have 5 levels; a thousand would parse, but overflow the stack later.
-MAX_DEPTH = 64
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
 # Characters of foreign text that a message shows.
@@ -403,33 +396,12 @@ def parse_json(data: bytes, what: str) -> Any:
         The parsed value: dict, list, str, int, float, bool or None.
 
     Raises:
-        SourceError: it is not JSON, or nested deeper than MAX_DEPTH.
+        SourceError: it is not JSON.
     """
-    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise SourceError(
-            f"{what} begins with a byte-order mark, which engines do not read", "save it again as UTF-8 without a mark"
-        )
-
     try:
-        value = json.loads(data.decode())
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{what} is not valid JSON: {error}", _DAMAGED) from None
-
-    level = [value]
-    depth = 0
-    while level := [inner for outer in level for inner in _contents(outer) if isinstance(inner, (dict, list))]:
-        depth += 1
-        if depth >= MAX_DEPTH:
-            raise SourceError(f"{what} is nested more than {MAX_DEPTH} levels deep", _DAMAGED)
-    return value
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, list):
-        return value
-    return ()
 
 
 def short_repr(value: object) -> str:

@@ -1,8 +1,8 @@
 """The loops of kernels.py compiled by numba, for large models: the same bits, several times as fast.
 
-numpy passes over a piece once for each step, while a compiled loop keeps a row in the cache through all steps. Codes
-that numpy looks up one by one are computed here, eight at a time. Importing this module imports numba, which takes
-110 MB and a third of a second; compiling takes 1 to 3 s unless an earlier process left its cache.
+numpy passes over a piece once for each step, while a compiled loop keeps a row in the cache through all steps.
+Importing this module imports numba, which takes 110 MB and a third of a second; compiling takes 1 to 3 s unless an
+earlier process left its cache.
 
 Every inner loop runs along a contiguous array, and every integer is cast back to its width: only then does the compiler
 vectorize the loop.
@@ -17,18 +17,15 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from numba.core.caching import FunctionCache
 
 from . import kernels
-from .format import Format, Group, StoredScales, grid_of
+from .format import Format, Group, grid_of
 from .kernels import Bits, ColumnRounding, to_float32
-from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
+from .numbers import Codes, Floats, Number
 
 u8 = np.uint8
-u16 = np.uint16
 u32 = np.uint32
-u64 = np.uint64
 i32 = np.int32
 f32 = np.float32
 
@@ -132,26 +129,6 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return out.reshape(absmax.shape)
 
 
-def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, in compiled loops.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
-        return fmt.encode_scales(scale, global_scale)
-    codes = np.empty(scale.shape, u8)
-    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
-    return codes
-
-
 def encode_stored(
     bits: Bits,
     dtype: str,
@@ -159,7 +136,6 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
@@ -172,74 +148,23 @@ def encode_stored(
         group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1] or None; ignored, only kernels.encode_stored needs it.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    del global_scale
     rows, cols = bits.shape
     height = group[0] or rows
     width = group[1] or cols
-
-    arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
-
+    codes = out if number.bits == 8 else np.empty(bits.shape, u8)
+    arguments = bits, *_kind(dtype), scale, height, width, codes
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         if zero_point is None:
             zero_point = np.zeros_like(scale)
         _encode_integers(*arguments, *_range(number)[:2], u32(middle), zero_point)
-    elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
-        _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*arguments, *_range(number)[1:], steps, u32(1 << (number.bits - 1)))
-
-
-def decode_rows(
-    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
-) -> None:
-    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
-
-    Args:
-        codes: uint8 [rows, cols * bits / 8].
-        number: numeric format of the codes.
-        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
-        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
-        low: index in the matrix of the first of these rows, which tells where in a group it lies.
-        out: float32 [rows, cols], contiguous; is overwritten.
-        zero_point: float32 of the shape of `scale`; None if zero points are 0.
-    """
-    if number in BITSANDBYTES:
-        kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
-        return
-
-    rows, cols = out.shape
-    height = group[0] or low + rows
-    width = min(group[1] or cols, cols)
-    if zero_point is None:
-        zero_point = np.zeros_like(scale)
-    zero_point = np.ascontiguousarray(zero_point)
-    arguments = codes, scale, zero_point, height, width, low % height, out
-
-    if number.normal:
-        (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
-    else:
-        half = 1 << (number.bits - 1)
-        _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half), number.bits)
-
-
-def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Find the first code that is NaN.
-
-    Args:
-        codes: stored bytes, uint8 of any shape.
-        number: numeric format of the codes.
-
-    Returns:
-        The index of its byte in the flattened `codes`; None if no code is NaN.
-    """
-    if number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F:
-        return None
-    return kernels.first_unsound(codes, number)
+    if number.bits < 8:
+        kernels.pack(codes, out, number)
 
 
 def best_scales(
@@ -322,16 +247,6 @@ def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
     _move_panel(*weight, low, high, *_range(number))
 
 
-def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    """Round finite values to bfloat16, ties to even.
-
-    Args:
-        values: float32 [rows, cols].
-        out: uint16 [rows, cols], overwritten with the bits.
-    """
-    _to_bfloat16(values.reshape(-1).view(u32), out.reshape(-1))
-
-
 def _kind(dtype: str) -> tuple[bool, Any]:
     """Return whether weights are float16, and by how many bits to shift theirs left to make a float32."""
     return dtype == "F16", u32({"BF16": 16}.get(dtype, 0))
@@ -374,15 +289,6 @@ def _signs(bits: Any, signed: Any, out: Any) -> None:
 
 
 @_compile
-def _largest_magnitude(codes: Any) -> Any:
-    """Return the largest code without its sign bit."""
-    most = u8(0)
-    for i in range(codes.size):
-        most = max(most, u8(codes[i] & 0x7F))
-    return most
-
-
-@_compile
 def _scales(
     largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, out: Any
 ) -> None:
@@ -415,69 +321,6 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
 
 
 @_compile
-def _lanes(width: Any, lane: Any) -> Any:
-    """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
-    mask = u64(0)
-    start = u64(0)
-    while start < u64(64):
-        mask |= u64(u64(u64(1) << width) - u64(1)) << start
-        start += lane
-    return mask
-
-
-@_compile
-def _pack(codes: Any, bits: Any, out: Any) -> None:
-    """Pack the codes of a row, of less than 8 bits, without gaps, the first in the lowest bits."""
-    if bits == 4:
-        for i in range(out.size):
-            out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
-        return
-
-    # Eight codes take as many bytes as a code has bits. They are brought together by pairs, pairs of pairs, and those.
-    width = u64(bits)
-    packed = codes.view(u64)
-    first = _lanes(width, u64(16))
-    second = _lanes(width * u64(2), u64(32))
-    third = _lanes(width * u64(4), u64(64))
-    gap = u64(8) - width
-    eight = u64(8)
-
-    for i in range(packed.size):
-        together = packed[i]
-        together = (together & first) | ((together >> gap) & (first << width))
-        together = (together & second) | ((together >> (gap * u64(2))) & (second << (width * u64(2))))
-        together = (together & third) | ((together >> (gap * u64(4))) & (third << (width * u64(4))))
-        for byte in range(bits):
-            out[i * bits + byte] = u8(together)
-            together >>= eight
-
-
-@_compile
-def _unpack(packed: Any, bits: Any, codes: Any) -> None:
-    """Undo `_pack`."""
-    if bits == 4:
-        for i in range(packed.size):
-            codes[2 * i] = packed[i] & u8(15)
-            codes[2 * i + 1] = packed[i] >> u8(4)
-        return
-
-    width = u64(bits)
-    spread = codes.view(u64)
-    first = _lanes(width, u64(16))
-    second = _lanes(width * u64(2), u64(32))
-    third = _lanes(width * u64(4), u64(64))
-    gap = u64(8) - width
-
-    for i in range(spread.size):
-        apart = u64(0)
-        for byte in range(bits):
-            apart |= u64(packed[i * bits + byte]) << u64(8 * byte)
-        apart = (apart & third) | ((apart & (third << (width * u64(4)))) << (gap * u64(4)))
-        apart = (apart & second) | ((apart & (second << (width * u64(2)))) << (gap * u64(2)))
-        spread[i] = (apart & first) | ((apart & (first << width)) << gap)
-
-
-@_compile
 def _encode_integers(
     bits: Any,
     half: Any,
@@ -485,7 +328,6 @@ def _encode_integers(
     scale: Any,
     height: Any,
     width: Any,
-    code_bits: Any,
     out: Any,
     least: Any,
     most: Any,
@@ -493,53 +335,18 @@ def _encode_integers(
     zero: Any,
 ) -> None:
     values = np.empty(bits.shape[1], f32)
-    codes = np.empty(bits.shape[1], u8)
 
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
-        into = codes if code_bits < 8 else out[row]
-
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             shift = zero[row // height, group]
             part = values[group * width : (group + 1) * width]
-            group_codes = into[group * width : (group + 1) * width]
+            group_codes = out[row, group * width : (group + 1) * width]
             for i in range(part.size):
                 quotient = f32(f32(part[i] / divisor) + shift)
                 whole = f32(min(max(quotient, least), most) + f32(_ROUNDS))
                 group_codes[i] = u8(u32(f32(whole).view(u32) + middle))
-        if code_bits < 8:
-            _pack(codes, code_bits, out[row])
-
-
-@_compile
-def _decode_integers(
-    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
-) -> None:
-    values = np.empty(out.shape[1], f32)
-    unpacked = np.empty(out.shape[1], u8)
-    mask = u32(2 * half - 1)
-    for row in range(out.shape[0]):
-        line = codes[row]
-        above = (low + row) // height
-        if bits < 8:
-            _unpack(line, bits, unpacked)
-            line = unpacked
-        for i in range(line.size):
-            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
-        _apply_scales(values, scale[above], zero[above], width, out[row])
-
-
-@_compile
-def _apply_scales(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
-    """Dequantize the values of a row's codes by its scales and zero points."""
-    for group in range(scale.size):
-        factor = scale[group]
-        middle = zero[group]
-        part = values[group * width : (group + 1) * width]
-        into = out[group * width : (group + 1) * width]
-        for i in range(into.size):
-            into[i] = f32(part[i] - middle) * factor
 
 
 @_compile
@@ -550,7 +357,6 @@ def _encode_floats(
     scale: Any,
     height: Any,
     width: Any,
-    code_bits: Any,
     out: Any,
     largest: Any,
     normal: Any,
@@ -559,17 +365,14 @@ def _encode_floats(
     mark: Any,
 ) -> None:
     values = np.empty(bits.shape[1], f32)
-    codes = np.empty(bits.shape[1], u8)
     lowest = f32(normal).view(u32)
 
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
-        into = codes if code_bits < 8 else out[row]
-
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = values[group * width : (group + 1) * width]
-            group_codes = into[group * width : (group + 1) * width]
+            group_codes = out[row, group * width : (group + 1) * width]
             for i in range(part.size):
                 quotient = f32(part[i] / divisor)
                 size = min(abs(quotient), largest)
@@ -580,86 +383,6 @@ def _encode_floats(
                 above = u32(u32(u32(binade - lowest) >> u32(23)) * steps)
                 sign = u32(u32(f32(quotient).view(u32) >> u32(31)) * mark)
                 group_codes[i] = u8(u32(u32(step + above) | sign))
-        if code_bits < 8:
-            _pack(codes, code_bits, out[row])
-
-
-@_compile
-def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
-    values = np.empty(out.shape[1], f32)
-    for row in range(out.shape[0]):
-        line = codes[row]
-        above = (low + row) // height
-        for i in range(line.size):
-            size = u32(u32(line[i] & 0x7F) << u32(20))
-            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
-            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
-            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
-            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
-            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
-        _apply_scales(values, scale[above], zero[above], width, out[row])
-
-
-@_compile
-def _to_e2m1(quotient: Any) -> Any:
-    """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
-    bits = f32(quotient).view(u32)
-    size = min(u32(bits & u32(0x7FFFFFFF)), u32(0x40C00000))
-    binade = max(u32(size & u32(0x7F800000)), u32(0x3F800000))
-    beside = u32(binade + u32(22 << 23 | 1 << 22))
-    step = u32(f32(u32(size).view(f32) + u32(beside).view(f32)).view(u32) - beside)
-    above = u32(u32(binade - u32(0x3F800000)) >> u32(22))
-    return u32(u32(step + above) | u32(u32(bits & u32(0x80000000)) >> u32(28)))
-
-
-@_compile
-def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
-    """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
-    spread = np.empty((scale.shape[1], width), f32)
-    divisors = spread.reshape(-1)
-
-    for row in range(words.shape[0]):
-        for group in range(scale.shape[1]):
-            divisor = scale[row // height, group]
-            part = spread[group]
-            for i in range(part.size):
-                part[i] = divisor
-
-        line = words[row]
-        into = out[row]
-        for i in range(line.size):
-            first = u32(u32(line[i]) << u32(16)).view(f32)
-            second = u32(u32(line[i]) & u32(0xFFFF0000)).view(f32)
-            low = _to_e2m1(f32(first / divisors[i]))
-            high = _to_e2m1(f32(second / divisors[i]))
-            into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
-
-
-@_compile
-def _half_e2m1(code: Any) -> Any:
-    """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
-    twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
-    size = f32(f32(i32(twice)) * f32(0.5))
-    return u32(f32(size).view(u32) | u32(u32(code & 8) << u32(28))).view(f32)
-
-
-@_compile
-def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
-    values = np.empty(out.shape[1], f32)
-    for row in range(out.shape[0]):
-        line = codes[row]
-        above = (low + row) // height
-        for i in range(line.size):
-            values[2 * i] = _half_e2m1(u32(line[i] & 15))
-            values[2 * i + 1] = _half_e2m1(u32(line[i] >> 4))
-        _apply_scales(values, scale[above], zero[above], width, out[row])
-
-
-@_compile
-def _to_bfloat16(bits: Any, out: Any) -> None:
-    for i in range(bits.size):
-        even = u32(u32(bits[i] >> u32(16)) & u32(1))
-        out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
 
 
 @_compile
@@ -705,9 +428,8 @@ def _best(
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
-    # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
     raw = np.zeros((width, together), bits.dtype)
-    turned = np.zeros((-(-width // 4) * 4, together), f32)
+    turned = np.zeros((width, together), f32)
     one = np.ones(together, f32)
     scale = np.ones(together, f32)
     chosen = np.zeros(together, u32)
@@ -715,8 +437,7 @@ def _best(
     unit = np.ones(together, f32)
     error = np.empty(together, f32)
     smallest = np.empty(together, f32)
-    weighs = by_size or importance.size > 0
-    weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
+    weighed = np.ones((width, together), f32)
 
     for first in range(0, groups, together):
         count = min(together, groups - first)
@@ -724,7 +445,7 @@ def _best(
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         _load_columns(bits[first : first + count], half, below, one, raw, turned)
-        if weighs:
+        if by_size or importance.size:
             _weigh_errors(importance, turned, first, count, weighed)
 
         for ratio in range(scales.shape[0]):
@@ -734,23 +455,12 @@ def _best(
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
 
-            for k in range(turned.shape[0] if weighs else 0):
+            for k in range(width):
                 line = turned[k]
                 counts = weighed[k]
                 for j in range(together):
                     off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
                     error[j] = f32(error[j] + f32(off * counts[j]))
-            for k in range(0, 0 if weighs else turned.shape[0], 4):
-                line = turned[k]
-                second = turned[k + 1]
-                third = turned[k + 2]
-                fourth = turned[k + 3]
-                for j in range(together):
-                    by = unit[j]
-                    total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
-                    total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
-                    total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
-                    error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
 
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])

@@ -638,18 +638,6 @@ class GgmlType(Number):
         """Return how many bytes a row of weights takes; their number must be a multiple of `block`."""
         return codes // self.block * self.block_bytes
 
-    def encode(self, quotients: Floats) -> Codes:
-        """Not possible: a block has scales of its own."""
-        raise NotImplementedError
-
-    def values(self) -> Floats:
-        """Not possible: the value of a code depends on its block."""
-        raise NotImplementedError
-
-    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
-        """Not possible: nothing is encoded."""
-        raise NotImplementedError
-
 
 def ggml_types() -> dict[int, GgmlType]:
     """Return the tensor types that the package gguf decodes, by their number in GGUF files.
@@ -674,16 +662,6 @@ def ggml_types() -> dict[int, GgmlType]:
         types[int(kind)] = GgmlType(kind.name, kind.name, "U8", 8, 0, 0, int(kind), block, block_bytes)
 
     return types
-
-
-def ggml_format(number: GgmlType, blocks: Blocks) -> Format:
-    """Return the format of a weight in a GGUF file.
-
-    Args:
-        number: its tensor type.
-        blocks: what is undone after its blocks are decoded.
-    """
-    return Format(number, (1, number.block), Scale(""), blocks=blocks)
 
 
 def decode_blocks(codes: Codes, number: GgmlType, blocks: Blocks, out: Floats) -> None:

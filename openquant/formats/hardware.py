@@ -26,6 +26,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 # NVIDIA's generations: the first compute capability of each, times ten. Blackwell is both 10.x (B200) and 12.x (RTX 50,
@@ -83,81 +84,57 @@ _EXPERTS = f"{_LAYERS}/fused_moe/experts"
 _CT = f"{_LAYERS}/quantization/compressed_tensors"
 _SGLANG_CT = "layers/quantization/compressed_tensors/schemes"
 
+_vllm = partial(Kernel, "vLLM")
+_sglang = partial(Kernel, "SGLang")
+
 # The first that fits counts.
 KERNELS = (
     # vLLM. CUTLASS has one scale per tensor or row from Ada on. For blocks Marlin comes before Triton in the list
     # (kernels/linear/__init__.py:478-488), so that on Ada dense layers in blocks are decoded; experts are not.
-    Kernel("vLLM", ("tensor", "channel"), _SINCE["Ada"], "FP8", f"{_CT}/schemes/compressed_tensors_w8a8_fp8.py:83-85"),
-    Kernel("vLLM", ("block",), _SINCE["Hopper"], "FP8", f"{_LINEAR}/scaled_mm/deep_gemm.py:47-52"),
-    Kernel("vLLM", ("block",), _SINCE["Ada"], "FP8", "platforms/cuda.py:585-586", layers="experts"),
-    Kernel("vLLM", _FP8, _NVIDIA, "16 bits", f"{_LAYERS}/quantization/utils/marlin_utils_fp8.py:30-31"),
-    Kernel("vLLM", _FP8, ("MI300", "RDNA 4"), "FP8", "platforms/rocm.py:1184-1185"),
-    Kernel("vLLM", ("channel",), ("CPU",), "emulated", f"{_LINEAR}/scaled_mm/pytorch.py:38-39", layers="dense"),
-    Kernel("vLLM", ("tensor",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:353-361", "dense", "AMX"),
-    Kernel("vLLM", ("block",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:236-244", needs="AMX"),
-    Kernel("vLLM", ("mxfp8",), ("Blackwell",), "FP8", f"{_LINEAR}/mxfp8/flashinfer.py:50-53"),
-    Kernel("vLLM", ("mxfp8",), _NVIDIA, "16 bits", f"{_CT}/schemes/compressed_tensors_w8a8_mxfp8.py:37-38"),
-    Kernel("vLLM", ("mxfp8",), AMD, "emulated", f"{_LINEAR}/mxfp8/emulation.py:22-25"),
+    _vllm(("tensor", "channel"), _SINCE["Ada"], "FP8", f"{_CT}/schemes/compressed_tensors_w8a8_fp8.py:83-85"),
+    _vllm(("block",), _SINCE["Hopper"], "FP8", f"{_LINEAR}/scaled_mm/deep_gemm.py:47-52"),
+    _vllm(("block",), _SINCE["Ada"], "FP8", "platforms/cuda.py:585-586", layers="experts"),
+    _vllm(_FP8, _NVIDIA, "16 bits", f"{_LAYERS}/quantization/utils/marlin_utils_fp8.py:30-31"),
+    _vllm(_FP8, ("MI300", "RDNA 4"), "FP8", "platforms/rocm.py:1184-1185"),
+    _vllm(("channel",), ("CPU",), "emulated", f"{_LINEAR}/scaled_mm/pytorch.py:38-39", layers="dense"),
+    _vllm(("tensor",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:353-361", "dense", "AMX"),
+    _vllm(("block",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:236-244", needs="AMX"),
+    _vllm(("mxfp8",), ("Blackwell",), "FP8", f"{_LINEAR}/mxfp8/flashinfer.py:50-53"),
+    _vllm(("mxfp8",), _NVIDIA, "16 bits", f"{_CT}/schemes/compressed_tensors_w8a8_mxfp8.py:37-38"),
+    _vllm(("mxfp8",), AMD, "emulated", f"{_LINEAR}/mxfp8/emulation.py:22-25"),
     # CUTLASS claims Blackwell and fails there (kernels/linear/scaled_mm/cutlass.py:34-41); Triton's experts do not.
-    Kernel(
-        *("vLLM", ("int8",), _NVIDIA[:-1], "INT8", f"{_CT}/schemes/compressed_tensors_w8a8_int8.py:35-37"),
-        layers="dense",
-    ),
-    Kernel("vLLM", ("int8",), _NVIDIA, "INT8", f"{_EXPERTS}/triton_moe.py:130-144", layers="experts"),
-    Kernel("vLLM", ("int8",), AMD, "INT8", f"{_EXPERTS}/triton_moe.py:130-144"),
-    Kernel("vLLM", ("int8",), ("CPU",), "INT8", f"{_LINEAR}/scaled_mm/cpu.py:33-40", layers="dense"),
-    Kernel("vLLM", ("int8",), ("CPU",), "INT8", f"{_EXPERTS}/cpu_moe.py:999-1004", "experts", "AMX"),
+    _vllm(("int8",), _NVIDIA[:-1], "INT8", f"{_CT}/schemes/compressed_tensors_w8a8_int8.py:35-37", "dense"),
+    _vllm(("int8",), _NVIDIA, "INT8", f"{_EXPERTS}/triton_moe.py:130-144", layers="experts"),
+    _vllm(("int8",), AMD, "INT8", f"{_EXPERTS}/triton_moe.py:130-144"),
+    _vllm(("int8",), ("CPU",), "INT8", f"{_LINEAR}/scaled_mm/cpu.py:33-40", layers="dense"),
+    _vllm(("int8",), ("CPU",), "INT8", f"{_EXPERTS}/cpu_moe.py:999-1004", "experts", "AMX"),
     # Marlin, and Machete on Hopper. On AMD experts must have groups (compressed_tensors_moe_wna16.py:125-127).
-    Kernel("vLLM", ("int8-weights", "int4"), _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/marlin.py:32-33"),
-    Kernel(
-        *("vLLM", ("int8-weights",), AMD, "16 bits", f"{_LINEAR}/mixed_precision/conch.py:14-48"),
-        layers="dense",
-        needs="conch-triton-kernels",
+    _vllm(("int8-weights", "int4"), _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/marlin.py:32-33"),
+    _vllm(
+        ("int8-weights",), AMD, "16 bits", f"{_LINEAR}/mixed_precision/conch.py:14-48", "dense", "conch-triton-kernels"
     ),
-    Kernel("vLLM", ("int4",), AMD, "16 bits", f"{_LINEAR}/mixed_precision/triton_w4a16.py:302-321"),
-    Kernel("vLLM", ("int4",), ("CPU",), "16 bits", f"{_LINEAR}/mixed_precision/cpu.py:22-60", layers="dense"),
-    Kernel("vLLM", ("int4",), ("CPU",), "16 bits", f"{_EXPERTS}/cpu_moe.py:840-846", "experts", "AMX"),
-    Kernel(
-        *("vLLM", _OTHER_WIDTHS, _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/humming.py:26-36"),
-        needs="humming-kernels",
-    ),
-    Kernel("vLLM", ("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_LINEAR}/nvfp4/flashinfer.py:119-126"),
-    Kernel(
-        *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"), f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36"
-    ),
-    Kernel("vLLM", ("nvfp4", "nvfp4-w4a4"), AMD, "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
+    _vllm(("int4",), AMD, "16 bits", f"{_LINEAR}/mixed_precision/triton_w4a16.py:302-321"),
+    _vllm(("int4",), ("CPU",), "16 bits", f"{_LINEAR}/mixed_precision/cpu.py:22-60", layers="dense"),
+    _vllm(("int4",), ("CPU",), "16 bits", f"{_EXPERTS}/cpu_moe.py:840-846", "experts", "AMX"),
+    _vllm(_OTHER_WIDTHS, _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/humming.py:26-36", needs="humming-kernels"),
+    _vllm(("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_LINEAR}/nvfp4/flashinfer.py:119-126"),
+    _vllm(("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits", f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36"),
+    _vllm(("nvfp4", "nvfp4-w4a4"), AMD, "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
     # Dense layers get MXFP4 activations there whatever the config says (compressed_tensors.py:811); experts get Marlin.
-    Kernel("vLLM", ("mxfp4",), ("Blackwell",), "FP4", f"{_LINEAR}/mxfp4/flashinfer.py:25-30", layers="dense"),
-    Kernel(
-        *("vLLM", ("mxfp4",), _SINCE["Ampere"], "16 bits"),
-        f"{_CT}/schemes/compressed_tensors_w4a4_mxfp4.py:46-47",
-        layers="dense",
-    ),
-    Kernel("vLLM", ("mxfp4",), _NVIDIA, "16 bits", f"{_EXPERTS}/marlin_moe.py:587-589", layers="experts"),
-    Kernel("vLLM", ("mxfp4",), AMD, "emulated", f"{_LINEAR}/mxfp4/emulation.py:57-74", "dense", "amd-quark"),
+    _vllm(("mxfp4",), ("Blackwell",), "FP4", f"{_LINEAR}/mxfp4/flashinfer.py:25-30", layers="dense"),
+    _vllm(("mxfp4",), _SINCE["Ampere"], "16 bits", f"{_CT}/schemes/compressed_tensors_w4a4_mxfp4.py:46-47", "dense"),
+    _vllm(("mxfp4",), _NVIDIA, "16 bits", f"{_EXPERTS}/marlin_moe.py:587-589", layers="experts"),
+    _vllm(("mxfp4",), AMD, "emulated", f"{_LINEAR}/mxfp4/emulation.py:57-74", "dense", "amd-quark"),
     # SGLang. Its list of experts on Ampere was not read: FP8 experts count from Ada on.
-    Kernel("SGLang", _FP8, _SINCE["Ada"], "FP8", f"{_SGLANG_CT}/compressed_tensors_w8a8_fp8.py:60-62"),
-    Kernel("SGLang", _FP8, ("Ampere",), "16 bits", "layers/quantization/fp8_utils.py:2794-2798", layers="dense"),
-    Kernel("SGLang", _FP8, ("MI300",), "FP8", "layers/quantization/fp8.py:817-824"),
-    Kernel("SGLang", ("block",), ("CPU",), "16 bits", "layers/quantization/fp8.py:826-829", needs="AMX"),
-    Kernel(
-        *(
-            "SGLang",
-            ("int8",),
-            ("Ampere", "Ada", "Hopper"),
-            "INT8",
-            f"{_SGLANG_CT}/compressed_tensors_w8a8_int8.py:97-99",
-        ),
-        layers="dense",
-    ),
-    Kernel(
-        *("SGLang", ("int8-weights", "int4"), _SINCE["Ampere"], "16 bits"),
-        f"{_SGLANG_CT}/compressed_tensors_wNa16.py:94-96",
-    ),
-    Kernel("SGLang", ("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_SGLANG_CT}/compressed_tensors_w4a4_nvfp4.py:37-38"),
-    Kernel(
-        *("SGLang", ("nvfp4", "nvfp4-w4a4"), _SINCE["Ampere"], "16 bits"),
-        f"{_SGLANG_CT}/compressed_tensors_w4a16_nvfp4.py:135-137",
+    _sglang(_FP8, _SINCE["Ada"], "FP8", f"{_SGLANG_CT}/compressed_tensors_w8a8_fp8.py:60-62"),
+    _sglang(_FP8, ("Ampere",), "16 bits", "layers/quantization/fp8_utils.py:2794-2798", layers="dense"),
+    _sglang(_FP8, ("MI300",), "FP8", "layers/quantization/fp8.py:817-824"),
+    _sglang(("block",), ("CPU",), "16 bits", "layers/quantization/fp8.py:826-829", needs="AMX"),
+    _sglang(("int8",), _NVIDIA[1:-1], "INT8", f"{_SGLANG_CT}/compressed_tensors_w8a8_int8.py:97-99", "dense"),
+    _sglang(("int8-weights", "int4"), _SINCE["Ampere"], "16 bits", f"{_SGLANG_CT}/compressed_tensors_wNa16.py:94-96"),
+    _sglang(("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_SGLANG_CT}/compressed_tensors_w4a4_nvfp4.py:37-38"),
+    _sglang(
+        ("nvfp4", "nvfp4-w4a4"), _SINCE["Ampere"], "16 bits", f"{_SGLANG_CT}/compressed_tensors_w4a16_nvfp4.py:135-137"
     ),
 )
 

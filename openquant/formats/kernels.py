@@ -4,11 +4,7 @@ Importing torch costs more than converting a small model, so the CPU path does w
 same in four lines of torch; tests compare the two bit by bit.
 
 Weights come as unsigned integers with the float's bits ("bits" below), since numpy has no bfloat16 and absolute values
-compare as integers do. Codes of bfloat16 weights come from a table: the quotient by the scale depends only on the two
-mantissas and the difference of the exponents. So 128 tables, one for each mantissa of the group's largest weight at the
-top exponent, serve every positive scale: the weight's exponent is raised by as much as the largest weight's is below
-the top. Another 128 serve negative scales of integers. Where scales are bfloat16 themselves, the table is chosen by the
-mantissa of the scale.
+compare as integers do. Where all weights have one scale, the codes of 16-bit weights come from a table of all of them.
 
 Scales and zero points of every scheme are chosen here, by choose_scales. A scale is made from the largest absolute
 weight of its group; with zero points, from the smallest and the largest weight. The largest weight need not get the
@@ -22,21 +18,20 @@ takes the scale with the least squared error of the weights. Integers have one c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from . import kernels
-from .format import Format, Group, StoredScales, grid_of
+from .format import Format, Group, grid_of
 from .numbers import E4M3, Codes, Floats, Number, lanes, nearest_bfloat16
 from .schemes import Scheme
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
-Entry = TypeVar("Entry", bound=np.generic)
 
 
 # What has the functions that look at every weight: this module, or compiled.py, where they return the same bits faster.
@@ -53,10 +48,6 @@ BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
 # wait for each other (every call into numpy takes the interpreter lock back).
 CHUNK = 1 << 18
 
-_TOP = 254  # the largest exponent field of a finite bfloat16
-_TOP_SCALE = _TOP - 4  # the exponent field of scales in tables for weights of up to 16 times their scale
-_SAFE = 64  # from this exponent field on, zero and subnormals stay below half the smallest code when raised to the top
-
 
 def to_float32(bits: Bits, dtype: str) -> Floats:
     """Convert the bits of weights to float32, which is exact.
@@ -71,7 +62,9 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F16":
-        return np.take(_f16_values(), bits, mode="clip")
+        # Some NaN are signalling ones.
+        with np.errstate(invalid="ignore"):
+            return bits.view(np.float16).astype(np.float32)
     return bits.view(np.float32)
 
 
@@ -181,86 +174,6 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return fmt.scales(absmax, global_scale)
 
 
-def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    return fmt.encode_scales(scale, global_scale)
-
-
-def encode(
-    bits: Bits,
-    dtype: str,
-    scale: Floats,
-    group: Group,
-    out: Codes,
-    number: Number,
-    global_scale: Floats | None = None,
-    zero_point: Floats | None = None,
-) -> None:
-    """Quantize weights and write their codes to `out`, one per byte.
-
-    INT4 stores value + 8: with the scale 0.5, [-4.0, 0.0, 1.3, 9.0] has the codes [0, 8, 11, 15]; 9.0 is out of range.
-
-    Args:
-        bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
-        dtype: dtype of the weights: "BF16", "F16" or "F32".
-        scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
-            already divided out.
-        group: (height, width) of a group; None is the whole axis.
-        out: uint8 [rows, cols], contiguous; is overwritten.
-        number: numeric format of the codes.
-        global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
-        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
-    """
-    if zero_point is not None:
-        _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero_point)
-        return
-
-    if dtype == "BF16" and global_scale is not None:
-        exponent = scale.view(np.uint32) >> 23
-        if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
-            # Times the global scale, scales are E4M3 again: three bits of mantissa choose the table.
-            mantissa = ((scale * global_scale).view(np.uint32) + np.uint32(0x80000)) >> 20 & 7
-            tables = _tables_of_global_scale(number, float(global_scale.item()))
-            _encode_by_offset(bits, (mantissa << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
-            return
-
-    # Tables need a multiple of the scale that is a bfloat16: the group's largest weight, from which the scale was made
-    # (not where fused layers mix dtypes), or a power of two times the scale. Only the latter will do where weights may
-    # be larger than the one from which the scale was made.
-    multiples = [_beyond(number)]
-    if number.span == number.largest:
-        multiples.insert(0, number.span)
-    if dtype != "BF16" or global_scale is not None:
-        multiples = []
-    for multiple in multiples:
-        with np.errstate(over="ignore"):
-            largest = (scale * np.float32(multiple)).view(np.uint32)
-
-        top = (largest + np.uint32(0x8000)) >> 16
-        # Where scales may be negative, tables of negative ones follow those of positive ones.
-        negative = top >> 15 if number.span < number.largest else np.uint32(0)
-        exponent = (top >> 7) - (negative << 8)
-        exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
-
-        if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
-            offset = ((negative << 7 | top & 127) << 16) + ((_TOP - exponent) << 7)
-            _encode_by_offset(bits, offset, group, out, _tables(number, multiple))
-            return
-
-    _encode_by_arithmetic(bits, dtype, scale, group, out, number)
-
-
 def encode_stored(
     bits: Bits,
     dtype: str,
@@ -268,10 +181,12 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
+
+    INT8 stores the value: with the scale 0.5, [-4.0, 0.0, 1.3, 90.0] has the codes [-8, 0, 3, 127]; 90.0 is out of
+    range.
 
     Args:
         bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
@@ -281,46 +196,28 @@ def encode_stored(
         group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    if number.bits == 8:
-        encode(bits, dtype, scale, group, out, number, global_scale, zero_point)
-        return
-    # All rows at once: allocating codes for each chunk would take twice as long.
-    codes = np.empty(bits.shape, np.uint8)
-    encode(bits, dtype, scale, group, codes, number, global_scale, zero_point)
-    for low, high, _ in _chunks((1, None), bits.shape):
-        pack(codes[low:high], out[low:high], number)
+    table = None
+    if scale.size == 1 and zero_point is None and dtype != "F32":
+        table = _codes_of_all(number, dtype, scale.item())
 
-
-def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
-    """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
-
-    INT4 bytes [0x80, 0xfb] with the scale 0.5 are [-4.0, 0.0, 1.5, 3.5].
-
-    Args:
-        codes: uint8 [rows, cols * bits / 8].
-        scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
-        out: float32 [rows, cols], contiguous; is overwritten.
-        number: numeric format of the codes.
-        zero_point: float32 of the shape of `scale`; None if zero points are 0.
-    """
-    if number.bits in (4, 8):
-        values = bytes_of(number)
-        np.take(values, codes, out=out.view(values.dtype), mode="clip")
-    else:
-        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
-    if zero_point is not None:
-        out -= zero_point
-    with np.errstate(over="ignore"):
-        out *= scale
+    for low, high, part in _chunks(group, bits.shape):
+        if table is not None:
+            codes = np.take(table, bits[low:high], mode="clip")
+        else:
+            values = to_float32(bits[low:high], dtype)
+            spread = None if zero_point is None else _widen(zero_point[part], group[1])
+            codes = encode_float32(values, _widen(scale[part], group[1]), number, spread)
+        pack(codes, out[low:high], number)
 
 
 def decode_rows(
     codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
 ) -> None:
-    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on: (value - zero point) * scale.
+
+    NaN codes give NaN, overflow gives infinity. INT4 bytes [0x80, 0xfb] with the scale 0.5 are [-4.0, 0.0, 1.5, 3.5].
 
     Args:
         codes: uint8 [rows, cols * bits / 8].
@@ -333,7 +230,7 @@ def decode_rows(
     """
     rows, cols = out.shape
     height = group[0] or low + rows
-    width = group[1]
+    width = None if group[1] is None else min(group[1], cols)
     first = low // height
     start = 0
 
@@ -345,12 +242,16 @@ def decode_rows(
         end = min(end, rows)
 
         part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
-        spread = [
-            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
-            for grid in (scale, zero_point)
-        ]
-        assert spread[0] is not None
-        decode(codes[start:end], spread[0], out[start:end], number, spread[1])
+        values = out[start:end]
+        if number.bits in (4, 8):
+            table = _values_of_bytes(number)
+            np.take(table, codes[start:end], out=values.view(table.dtype), mode="clip")
+        else:
+            np.take(number.values(), unpack(codes[start:end], number), out=values, mode="clip")
+        if zero_point is not None:
+            values -= _widen(zero_point[part], width)[:, :cols]
+        with np.errstate(over="ignore"):
+            values *= _widen(scale[part], width)[:, :cols]
 
         start = end
 
@@ -500,7 +401,8 @@ def best_scales(
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
         groups = np.arange(low, low + weights.shape[1])
         weighting = None if importance is None else np.take(importance.T, groups % len(importance), axis=1)
-        chosen[part] = _best(weights, unclipped[part], scales[:, part], number, weighting, by_size)
+        tried = ((scale, None) for scale in scales[:, part])
+        chosen[part], _ = _best(weights, (unclipped[part], None), tried, number, weighting, by_size)
     return chosen
 
 
@@ -550,37 +452,6 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
         columns[column + 1 : high] += coefficients[column, column + 1 : high, None] * errors[column]
 
 
-def _best(
-    weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None, by_size: bool
-) -> Floats:
-    """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
-    # In units of the unclipped scale no square overflows or underflows.
-    weights /= unclipped
-    if by_size:
-        weighting = np.abs(weights)
-
-    chosen = unclipped
-    least = np.full(unclipped.shape, np.inf, np.float32)
-    quotients = np.empty_like(weights)
-
-    for scale in scales:
-        relative = scale / unclipped
-        np.multiply(weights, np.float32(1) / relative, out=quotients)
-        quotients -= number.nearest(quotients)
-        quotients *= quotients
-        if weighting is not None:
-            quotients *= weighting
-
-        # With a single column numpy would sum pairwise, in another order.
-        total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
-
-        error = total * relative * relative
-        chosen = np.where(error < least, scale, chosen)
-        least = np.minimum(error, least)
-
-    return chosen
-
-
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
     """Yield ranges of rows [low, high) of about CHUNK elements, and the rows of the grid of scales for them."""
     rows, cols = shape
@@ -606,7 +477,7 @@ def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Find the first code that is NaN.
+    """Find the first code that is NaN, which only E4M3 has.
 
     Args:
         codes: stored bytes, uint8 of any shape.
@@ -615,16 +486,18 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
     Returns:
         The index of its byte in the flattened `codes`; None if no code is NaN.
     """
+    if number != E4M3:
+        return None
     flat = codes.reshape(-1)
     for low in range(0, flat.size, CHUNK):
-        wrong = number.unsound(flat[low : low + CHUNK])
-        if wrong is not None:
-            return low + int(wrong.argmax())
+        magnitudes = flat[low : low + CHUNK] & 0x7F
+        if magnitudes.max() == 0x7F:
+            return low + int(magnitudes.argmax())
     return None
 
 
 @cache
-def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
+def _values_of_bytes(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
     """Return the value of every stored byte.
 
     Args:
@@ -644,85 +517,16 @@ def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex
     return np.stack(pair, axis=1).view(np.complex64).reshape(256)
 
 
-@cache
-def _f16_values() -> Floats:
-    """Return the value of every float16, float32 [65536]; a look-up is twice as fast as numpy's conversion."""
-    with np.errstate(invalid="ignore"):  # some are signalling NaNs
-        return np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
-
-
-def _beyond(number: Number) -> float:
-    """Return the smallest power of two above all codes' values."""
-    return float(2.0 ** (np.floor(np.log2(number.largest)) + 1))
-
-
-@cache
-def _tables(number: Number, multiple: float) -> Codes:
-    """Return codes, uint8 [128 * 65536]: entry [m, x] for bfloat16 x if scale * multiple is (1 + m/128) * 2^127.
-
-    For integers with a code more below zero, [256 * 65536]: the second half is for negative scales.
-    """
-    largest = to_float32(np.arange(_TOP << 7, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
-    if number.span < number.largest:
-        largest = np.concatenate([largest, -largest])
-    return _tables_of_scales(number, largest / np.float32(multiple))
-
-
 @lru_cache(maxsize=8)
-def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
-    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and the NVFP4 scale (1 + m/8) / global_scale."""
-    scales = np.arange(8, 16, dtype=np.float32) / 8 / np.float32(global_scale)
-    raised = ((scales.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
-    return _tables_of_scales(number, raised)
+def _codes_of_all(number: Number, dtype: str, scale: float) -> Codes:
+    """Return the code of every weight of 16 bits under a scale, uint8 [65536]; NaN and infinities have any."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return encode_float32(
+            to_float32(np.arange(65536, dtype=np.uint16), dtype), np.array([scale], np.float32), number
+        )
 
 
-def _tables_of_scales(number: Number, scales: Floats) -> Codes:
-    """Return codes, uint8 [scales * 65536]: entry [i, x] for bfloat16 x and scale i, whose exponent is near the top."""
-    tables = np.empty((len(scales), 2, 32768), np.uint8)
-    tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
-    # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
-    start = (_TOP - 24) << 7
-    values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
-    for table, scale in zip(tables, scales, strict=True):
-        quotients = values / scale
-        table[0, start : start + values.size] = number.encode(quotients)
-        table[1, start : start + values.size] = number.encode(-quotients)
-    return tables.reshape(-1)
-
-
-def _encode_by_offset(
-    bits: Bits, offset: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes
-) -> None:
-    """Look codes up in the group's table, at the weight's bits with their exponent raised; `offset` adds up both."""
-    if offset.size == 1:
-        start = int(offset.item())
-        table = tables[start : (start & ~0xFFFF) + 0x10000]
-        flat = bits.reshape(-1)
-        codes = out.reshape(-1)
-        for i in range(0, flat.size, CHUNK):
-            np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
-        return
-
-    rows, cols = bits.shape
-    # The processor adds several 32-bit integers at a time; take() needs them widened.
-    narrow = np.empty((min(rows, max(1, CHUNK // cols)), cols), np.uint32)
-    index = np.empty(narrow.shape, np.intp)
-
-    for low, high, part in _chunks(group, bits.shape):
-        shift = _widen(offset[part], group[1])
-        np.copyto(index[: high - low], np.add(bits[low:high], shift, out=narrow[: high - low]))
-        np.take(tables, index[: high - low], out=out[low:high], mode="clip")
-
-
-def _encode_by_arithmetic(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, zero_point: Floats | None = None
-) -> None:
-    for low, high, part in _chunks(group, bits.shape):
-        spread = None if zero_point is None else _widen(zero_point[part], group[1])
-        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]), number, spread)
-
-
-def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
+def _widen(grid: Floats, width: int | None) -> Floats:
     """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
     if width is None:
         return grid
@@ -732,7 +536,6 @@ def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small
 # enough for the cache.
 GROUPS = 1 << 16
-WEIGHTS = 1 << 18
 
 
 class Scales(NamedTuple):
@@ -856,7 +659,7 @@ def _choose_with_zero_points(
     """Return the scale and zero point of each group; with several clip ratios, those of the least squared error."""
     fmt = scheme.format
     width = fmt.group[1] or bits.shape[1]
-    step = max(1, WEIGHTS // bits.shape[1])
+    step = max(1, CHUNK // bits.shape[1])
 
     shape = len(bits), bits.shape[1] // width
     scale = np.empty(shape, np.float32)
@@ -873,7 +676,11 @@ def _choose_with_zero_points(
         else:
             # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
-            best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed, by_size)
+            columns = np.array(groups.T, order="C")
+            least = columns.min(axis=0)
+            most = columns.max(axis=0)
+            tried = (fmt.ranges(least * np.float32(ratio), most * np.float32(ratio)) for ratio in clip_ratios)
+            best = _best(columns, fmt.ranges(least, most), tried, fmt.number, weighed, by_size)
 
         for grid, values in zip((scale, zero_point), best, strict=True):
             grid[low : low + step] = values.reshape(-1, shape[1])
@@ -881,38 +688,44 @@ def _choose_with_zero_points(
     return Scales(scale, zero_point)
 
 
-def _search_with_zero_points(
-    fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None, by_size: bool
-) -> tuple[Floats, Floats]:
-    """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
-    low = weights.min(axis=0)
-    high = weights.max(axis=0)
-    unclipped, best_zero_point = fmt.ranges(low, high)
-
+def _best(
+    weights: Floats,
+    unclipped: tuple[Floats, Any],
+    tried: Iterable[tuple[Floats, Any]],
+    number: Number,
+    weighting: Floats | None,
+    by_size: bool,
+) -> tuple[Floats, Any]:
+    """Choose the scales and zero points, if any, of groups that are the columns of `weights`, which is overwritten."""
+    best, best_zero_point = unclipped
     # In units of the unclipped scale no square overflows or underflows.
-    weights /= unclipped
+    weights /= best
     if by_size:
         weighting = np.abs(weights)
 
-    best = unclipped
-    least = np.full(unclipped.shape, np.inf, np.float32)
+    least = np.full(best.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
 
-    for ratio in clip_ratios:
-        scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
-        relative = scale / unclipped
+    for scale, zero_point in tried:
+        relative = scale / unclipped[0]
         np.multiply(weights, np.float32(1) / relative, out=quotients)
-
-        quotients += zero_point
-        quotients -= fmt.number.nearest(quotients)
+        if zero_point is not None:
+            quotients += zero_point
+        quotients -= number.nearest(quotients)
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
 
-        error = quotients.sum(axis=0) * relative * relative
+        total = quotients.sum(axis=0)
+        # numpy sums a single column pairwise, and compiled loops add in the order of the weights.
+        if zero_point is None and len(scale) == 1:
+            total = np.add.accumulate(quotients[:, 0])[-1:]
+
+        error = total * relative * relative
         better = error < least
         best = np.where(better, scale, best)
-        best_zero_point = np.where(better, zero_point, best_zero_point)
+        if zero_point is not None:
+            best_zero_point = np.where(better, zero_point, best_zero_point)
         least = np.minimum(error, least)
 
     return best, best_zero_point

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -37,8 +36,8 @@ _LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127
 
 
 @dataclass(frozen=True)
-class Number(ABC):
-    """A numeric format.
+class Number:
+    """A numeric format. Of some, codes are only decoded, by block: for these the methods are not implemented.
 
     Attributes:
         title: its name in plans and cards: "FP8".
@@ -98,7 +97,6 @@ class Number(ABC):
             return None
         return f"its rows are not whole sets of {words} words with {self.run} codes"
 
-    @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
         """Round values to the nearest codes, ties to even; values out of range are clamped.
 
@@ -108,6 +106,7 @@ class Number(ABC):
         Returns:
             Codes, uint8 of the same shape, one per byte.
         """
+        raise NotImplementedError
 
     @property
     def zero_byte(self) -> int | None:
@@ -121,11 +120,10 @@ class Number(ABC):
         """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
         return np.take(self.values(), codes, mode="clip")
 
-    @abstractmethod
     def values(self) -> Floats:
         """Return the value of every code, float32 [2^bits]; NaN for codes that are no number."""
+        raise NotImplementedError
 
-    @abstractmethod
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
         """Return how far a weight may be from its dequantized code.
 
@@ -137,6 +135,7 @@ class Number(ABC):
         Returns:
             The largest absolute error, float32 of the shape of `weights`.
         """
+        raise NotImplementedError
 
     @cached_property
     def smallest(self) -> float:
@@ -158,18 +157,6 @@ class Number(ABC):
     def nearest(self, quotients: Floats) -> Floats:
         """Round finite float32 values of any shape to values of codes, ties to even; float32 of the same shape."""
         return self.decode(self.encode(quotients))
-
-    def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
-        """Find codes that are NaN.
-
-        Args:
-            codes: stored bytes, uint8 of any shape.
-
-        Returns:
-            bool of the same shape; None if no code is NaN.
-        """
-        del codes
-        return None
 
 
 class _Float(Number):
@@ -210,10 +197,6 @@ class _E4M3(_Float):
         bound *= np.float32(1 / 16 + slack)
         np.maximum(bound, scale * np.float32(1 / 1024 + slack / 64), out=bound)
         return bound
-
-    def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
-        magnitudes = codes & 0x7F
-        return magnitudes == 0x7F if magnitudes.size and magnitudes.max() == 0x7F else None
 
 
 @dataclass(frozen=True)
@@ -431,26 +414,21 @@ class _Layout(NamedTuple):
     has_sign: bool = True
 
 
-_FLOAT32 = _Layout(4, 0x7F7F_FFFF)
 # F4, F6 and integers have neither NaN nor infinity.
 _LAYOUTS = {
     "BF16": _Layout(2, 0x7F7F),
     "F16": _Layout(2, 0x7BFF),
-    "F32": _FLOAT32,
-    # Real and imaginary parts.
-    "C64": _FLOAT32,
+    "F32": _Layout(4, 0x7F7F_FFFF),
     "F64": _Layout(8, 0x7FEF_FFFF_FFFF_FFFF),
     "F8_E5M2": _Layout(1, 0x7B),
     "F8_E4M3": _Layout(1, 0x7E, has_infinity=False),
     "F8_E8M0": _Layout(1, 0xFE, has_infinity=False, has_sign=False),
 }
-# Their only NaN is the pattern of minus zero.
-_FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def can_be_non_finite(dtype: str) -> bool:
     """Return whether a dtype, named as in safetensors ("BF16"), has NaN or infinity at all."""
-    return dtype in _LAYOUTS or dtype in _FNUZ
+    return dtype in _LAYOUTS
 
 
 def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
@@ -461,12 +439,9 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
         dtype: dtype of the elements, named as in safetensors.
 
     Returns:
-        Number of values that are NaN, and of those that are infinite; both 0 for dtypes without either. An element is
-        one value, but one of C64 is two: its real and its imaginary part.
+        Number of values that are NaN, and of those that are infinite; both 0 for dtypes without either, and for complex
+        and FNUZ ones, which no checkpoint has.
     """
-    if dtype in _FNUZ:
-        return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
-
     layout = _LAYOUTS.get(dtype)
     if layout is None or not data.size:
         return NonFinite()

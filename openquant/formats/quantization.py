@@ -453,10 +453,6 @@ def _read_awq(method: str, settings: dict[str, Any]) -> Quantization:
     return replace(_alone(method, settings, read_awq(settings), None), ignored=IgnoredParts(key, _names(settings, key)))
 
 
-def _read_quark(method: str, settings: dict[str, Any]) -> Quantization:
-    return _make_mixed(method, settings, *read_quark(settings))
-
-
 def _make_mixed(
     method: str, settings: dict[str, Any], groups: Groups, inputs: Sequence[Mapping[str, Any] | None] | None = None
 ) -> Quantization:
@@ -490,7 +486,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "auto-round": lambda method, settings: _make_mixed(method, settings, read_auto_round_groups(settings)),
     # As the first versions of auto-round wrote it.
     "intel/auto-round": lambda _, settings: _make_mixed("auto-round", settings, read_auto_round_groups(settings)),
-    "quark": _read_quark,
+    "quark": lambda method, settings: _make_mixed(method, settings, *read_quark(settings)),
     "torchao": lambda method, settings: _alone(method, settings, *read_torchao(settings)),
     "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),
     # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.

@@ -11,6 +11,12 @@ from torch import Tensor
 from .format import Format, Group, grid_of
 from .numbers import E2M1, E4M3, INT8, Number, lanes
 
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
     """Compute the largest absolute weight of each group.

@@ -6,8 +6,8 @@
 
 Modules:
     names           the tensors that a model of transformers has, and where a GGUF file has them; tokenizer files
-    source          config.json from metadata, and all of this for a file: `open_gguf`
+    source          headers, config.json from metadata, and all of this for a file: `open_gguf`
 
-Headers are read by files/gguf.py, and blocks decoded by the types of formats/format.py. Names and decoders come from
-the package gguf, classes and tokenizers from transformers.
+Blocks are decoded by the types of formats/format.py. Names and decoders come from the package gguf, classes and
+tokenizers from transformers.
 """

@@ -20,12 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from ..errors import SourceError, UsageError
-from ..files.gguf import GgufTensor
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
 
 if TYPE_CHECKING:
-    from .source import GgufArchitecture
+    from .source import GgufArchitecture, GgufTensor
 
 _HEAD_NAME = "lm_head.weight"
 # Rotary frequencies' factors, which become a part of config.json.

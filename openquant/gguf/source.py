@@ -1,5 +1,8 @@
 """Opens GGUF files as a checkpoint, and writes config.json from their metadata.
 
+A GGUF file is a magic number, a version, two counts, metadata, a table of tensors, and the tensors
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Only little-endian files are read, as transformers does.
+
 What llama.cpp's converter writes for each architecture (convert_hf_to_gguf.py) is here as far as config.json needs it.
 Names of tensors are not: the package gguf maps them. Metadata keys that are not here stop the reading, since a
 config.json without what they say could be wrong.
@@ -7,27 +10,28 @@ config.json without what they say could be wrong.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import read_config, readable
-from ..files.gguf import GgufHeader, GgufTensor, read_gguf_header
 from ..files.model_files import MAX_SMALL, SINGLE_FILE, short_repr
-from ..files.shardfile import DAMAGED, MAX_TENSORS, Location, SourceFile, TensorInfo
-from ..formats.format import Blocks, GgmlType, decode_blocks, ggml_types
+from ..files.shardfile import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, SourceFile, TensorInfo
+from ..formats.format import Blocks, Format, GgmlType, Scale, decode_blocks, ggml_types
 from ..formats.numbers import Floats
-from ..weights.find import GgufCheckpoint, gguf_weight
+from ..patterns import template
+from ..weights.find import GgufCheckpoint
 from ..weights.weight import Weight
 
 if TYPE_CHECKING:
@@ -39,6 +43,115 @@ SUFFIX = ".gguf"
 SHARD_BYTES = 5_000_000_000
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_FILES = 1000
+# Numbers of an array that are kept: one for each layer.
+_MAX_KEPT = 10_000
+_UNREADABLE = "it is incomplete, or newer than the package: download it again, or pip install -U gguf"
+
+
+class GgufTensor(NamedTuple):
+    """A tensor of a GGUF file.
+
+    Attributes:
+        name: its name in the file, such as "blk.0.attn_q.weight".
+        type_id: number of its type.
+        shape: sizes of the axes in the order of torch, rows first.
+        offset: bytes from the start of the file.
+        nbytes: size in bytes.
+    """
+
+    name: str
+    type_id: int
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class GgufHeader(NamedTuple):
+    """The header of a GGUF file.
+
+    Attributes:
+        size: size of the file in bytes.
+        digest: SHA-256 of the header, hexadecimal.
+        metadata: values by key: numbers, bools, strings, and arrays of numbers; of an array of strings, or of more than
+            10,000 numbers, only how many it has.
+        tensors: all tensors, by name, in the order of the file.
+    """
+
+    size: int
+    digest: str
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf_header(path: Path, name: str, types: Collection[int]) -> GgufHeader:
+    """Read the header of a GGUF file.
+
+    Args:
+        path: the file.
+        name: its name in messages.
+        types: the tensor types that can be read, by their number in GGUF files.
+
+    Returns:
+        Its metadata and tensors, which lie within the file.
+
+    Raises:
+        SourceError: it cannot be read, is no complete GGUF file, or has a tensor of another type.
+    """
+    from gguf import GGUFEndian, GGUFReader
+
+    with readable():
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, LookupError, OverflowError) as error:
+            raise SourceError(f"{name} is no GGUF file that the package gguf reads: {error}", _UNREADABLE) from None
+    if reader.endianess != GGUFEndian.LITTLE:
+        raise SourceError(f"{name} is big-endian", "take the little-endian file of the model")
+
+    tensors: dict[str, GgufTensor] = {}
+    for tensor in reader.tensors:
+        if not tensor.name.isprintable() or not TENSOR_NAME.fullmatch(tensor.name):
+            raise SourceError(f"{name}: {tensor.name!r} is not a possible name of a tensor", _UNREADABLE)
+        if int(tensor.tensor_type) not in types:
+            raise SourceError(
+                f"{name}: {tensor.name} has the type {tensor.tensor_type.name}, which the installed gguf does not "
+                "decode",
+                "a newer gguf may know it: pip install -U gguf",
+            )
+        # The axis whose elements lie side by side comes first.
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        tensors[tensor.name] = GgufTensor(
+            tensor.name, int(tensor.tensor_type), shape, tensor.data_offset, tensor.n_bytes
+        )
+
+    metadata = {key: _value(field) for key, field in reader.fields.items()}
+    digest = hashlib.sha256(reader.data[: reader.data_offset].tobytes()).hexdigest()
+    return GgufHeader(reader.data.size, digest, metadata, tensors)
+
+
+def _value(field: Any) -> Any:
+    """Return the value of a metadata key, or the number of values in a long array."""
+    is_texts = field.types[-1].name == "STRING" and len(field.types) > 1
+    if is_texts or len(field.data) > _MAX_KEPT:
+        return len(field.data)
+    return field.contents()
+
+
+def gguf_weight(name: str, shape: tuple[int, ...], stored: GgufTensor, number: GgmlType, blocks: Blocks) -> Weight:
+    """Return a weight that lies in a GGUF file.
+
+    Args:
+        name: full tensor name in a Hugging Face directory.
+        shape: its shape there: [out, in] or [out]. Vectors are read as one row.
+        stored: the tensor of the file, or the part of it that one expert has.
+        number: its tensor type.
+        blocks: what is undone after blocks are decoded.
+    """
+    rows, cols = (1, *shape)[-2:]
+    codes = TensorInfo(name, "U8", (rows, stored.nbytes // rows))
+    module = name.removesuffix(".weight")
+    source = TensorInfo(name, "BF16", shape)
+    fmt = Format(number, (1, number.block), Scale(""), blocks=blocks)
+    return Weight(module, template(module), source, (rows, cols), format=fmt, parts=(codes,))
 
 
 @dataclass(frozen=True)

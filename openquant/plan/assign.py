@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PlanError, UsageError
@@ -23,6 +22,8 @@ from .architecture import fused_parts, why_indivisible, why_not_reordered
 from .decisions import Decision, Decisions, PlanOptions
 
 _SAME_SCHEME = "same as "
+# A hint for a name or pattern that matches no module.
+NO_MODULE = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
 
 
 def check_options(options: PlanOptions) -> None:
@@ -213,11 +214,7 @@ class LayerChoice:
 
     def is_unquantized(self, module: str) -> bool:
         """Return whether a module stays unquantized, whatever the registry says of it."""
-        return self._is_ignored(module)
-
-    @cached_property
-    def _is_ignored(self) -> Callable[[str], bool]:
-        return self.options.ignores()
+        return self.options.ignored.fullmatch(module) is not None
 
     def request(self, decisions: Decisions) -> RequestedSchemes:
         """Find the layers that get another scheme than the plan's, or none.
@@ -480,7 +477,7 @@ def _match_options(
             kept = [module for module in others if pattern.fullmatch(module)]
 
         if not matched and not (kept and harmless):
-            hint = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
+            hint = NO_MODULE
             if any(map(is_head, kept)):
                 hint = "the output head is quantized with --quantize-lm-head only: give that too"
             elif any(map(is_embedding, kept)):

@@ -7,7 +7,7 @@ layers have. What SmoothQuant, AWQ and GPTQ add to a plan is here too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -118,10 +118,10 @@ class PlanOptions:
         }
         return frozenset(lack for lack, is_lacking in lacking.items() if is_lacking)
 
-    def ignores(self) -> Callable[[str], bool]:
-        """Return a function that says whether `ignore` matches a module."""
-        ignored = compile_any(text.removesuffix(".weight") for text in self.ignore)
-        return lambda module: ignored.fullmatch(module) is not None
+    @cached_property
+    def ignored(self) -> re.Pattern[str]:
+        """The modules that `ignore` matches, as an expression for `fullmatch`."""
+        return compile_any(text.removesuffix(".weight") for text in self.ignore)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..files.shardfile import DTYPE_BITS, Location, TensorInfo, TensorPlace, make_header
 from ..formats.format import Format
@@ -208,6 +208,18 @@ def output_tensors(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, .
     return stored_as(weight, scheme).parts(weight.module, weight.shape)
 
 
+def written_bytes(weight: Weight, scheme: Scheme | None) -> int:
+    """Return the size of the tensors written for a weight in bytes."""
+    if scheme is None:
+        return weight.nbytes
+    return _format_bytes(stored_as(weight, scheme), weight.shape)
+
+
+@lru_cache(maxsize=256)
+def _format_bytes(fmt: Format, shape: tuple[int, int]) -> int:
+    return sum(info.nbytes for info in fmt.parts("", shape))
+
+
 def stored_as(weight: Weight, scheme: Scheme) -> Format:
     """Return the format in which a weight is written.
 
@@ -262,22 +274,13 @@ class Layout:
     def shards(self) -> tuple[Shard, ...]:
         """The output's shards; none for a source shard that holds nothing but scales."""
         decisions = self.decisions
-        # Many weights have the same size.
-        sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
-
-        def size(weight: Weight) -> int:
-            scheme = decisions.of(weight.module).scheme
-            key = weight.source.dtype, weight.shape, scheme and stored_as(weight, scheme)
-            if key not in sizes:
-                sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
-            return sizes[key]
-
         nbytes = {name: 0 for name, items in decisions.items.items() if items}
         for name in nbytes:
             for item in decisions.items[name]:
                 if isinstance(item, PassthroughTensor):
                     nbytes[name] += item.tensor.nbytes
-                nbytes[name] += sum(map(size, weights_of_tensor(item)))
+                for weight in weights_of_tensor(item):
+                    nbytes[name] += written_bytes(weight, decisions.of(weight.module).scheme)
         return tuple(Shard(name, total) for name, total in nbytes.items())
 
     def sources(self, shard: str) -> set[str]:
@@ -549,15 +552,18 @@ _Kind = tuple[str, str, tuple[int, ...], bool, str]
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that become a line: their scheme, whether they are decoded, the size of each before and after, names."""
+    """Tensors that become a line: their scheme, whether they are decoded, names, total size before and after."""
 
     scheme: Scheme | None
     decoded: bool
-    before: int
-    after: int
-    names: list[str]
-    # Total size in the source of those that are quantized there, each of which may be stored in another format.
-    stored: int = 0
+    names: list[str] = field(default_factory=list)
+    before: int = 0
+    after: int = 0
+
+    def add(self, name: str, before: int, after: int) -> None:
+        self.names.append(name)
+        self.before += before
+        self.after += after
 
 
 def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
@@ -580,29 +586,18 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
             why = f"{scheme.name}: {why}"
         dtype = layer.codes.dtype if stored else layer.source.dtype
         kind = layer.name_template, dtype, layer.shape, scheme is not None, why
-
-        group = groups.get(kind)
-        if group is None:
-            after = sum(info.nbytes for info in output_tensors(layer, scheme))
-            group = groups[kind] = _Group(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
-        group.names.append(layer.module)
-        group.stored += layer.stored_nbytes if stored else 0
+        group = groups.setdefault(kind, _Group(scheme, stored and scheme is None))
+        group.add(layer.module, layer.stored_nbytes, written_bytes(layer, scheme))
 
     for kept in sorted(decisions.passthrough, key=lambda kept: kept.small):
         tensor = kept.tensor
         weight = kept.weight
         kind = kept.name_template, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
+        group = groups.setdefault(kind, _Group(None, weight is not None))
+        name = tensor.name if kept.small else tensor.module
+        group.add(name, passthrough_source_bytes(kept), tensor.nbytes)
 
-        group = groups.get(kind)
-        if group is None:
-            group = groups[kind] = _Group(None, weight is not None, 0, tensor.nbytes, [])
-        group.names.append(tensor.name if kept.small else tensor.module)
-        group.stored += passthrough_source_bytes(kept)
-
-    lines = []
-    for (_, _, shape, _, why), group in groups.items():
-        before = group.stored + len(group.names) * group.before
-        after = len(group.names) * group.after
-        lines.append(PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, before, after))
-
-    return tuple(lines)
+    return tuple(
+        PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, group.before, group.after)
+        for (_, _, shape, _, why), group in groups.items()
+    )

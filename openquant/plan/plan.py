@@ -39,6 +39,7 @@ from ..registry.architecture import Architecture, ModuleRules, is_head
 from ..version import __version__
 from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
+from . import assign, engines, serving
 from .architecture import (
     ParallelSize,
     check_parallel_sizes,
@@ -46,16 +47,6 @@ from .architecture import (
     known_architecture,
     sort_tensors,
     text_config,
-)
-from .assign import (
-    EngineLimits,
-    LayerChoice,
-    SourceChoice,
-    assign_schemes,
-    check_options,
-    refuse_changes,
-    refuse_size,
-    why_no_input_scale,
 )
 from .completeness import NOT_CHECKED, check_layer_count, completeness_notes, token_misfits
 from .decisions import (
@@ -71,28 +62,7 @@ from .decisions import (
     quantization_config,
     refuse_repeats,
 )
-from .engines import (
-    check_task_head,
-    engine_notes,
-    entry_notes,
-    left_behind,
-    output_notes,
-    refuse_embedding,
-    refuse_embedding_schemes,
-    refuse_experts,
-    refuse_head,
-    refuse_nameless,
-    refuse_schemes,
-    source_notes,
-)
 from .layout import Layout, PlanLine, plan_lines
-from .serving import (
-    add_scales,
-    expect_calibration,
-    find_cached_attentions,
-    find_input_absmax,
-    serving_notes,
-)
 
 
 @dataclass(frozen=True)
@@ -226,7 +196,7 @@ def make_plan(
     options: PlanOptions | None = None,
     identity: str = "",
     architecture: str | Architecture | None = None,
-    choice: LayerChoice | None = None,
+    choice: assign.LayerChoice | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
 
@@ -262,6 +232,7 @@ class _Sorted(NamedTuple):
     fused: dict[str, tuple[str, ...]]
 
 
+@dataclass(eq=False)
 class Planner:
     """Makes plans of one checkpoint, as `make_plan` does, and finds what they share only once.
 
@@ -272,29 +243,22 @@ class Planner:
         choice: what says which layers get which scheme; the options of each plan if None.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        identity: str = "",
-        architecture: str | Architecture | None = None,
-        choice: LayerChoice | None = None,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.identity = identity
-        self._architecture = architecture
-        self._choice = choice
-        # By entry, --ignore, and whether the source is in the scheme already.
-        self._sorted: dict[tuple[Architecture, tuple[str, ...], bool], _Sorted] = {}
+    checkpoint: Checkpoint
+    identity: str = ""
+    architecture: str | Architecture | None = None
+    choice: assign.LayerChoice | None = None
+    # By entry, --ignore, and whether the source is in the scheme already.
+    _sorted: dict[tuple[Architecture, tuple[str, ...], bool], _Sorted] = field(default_factory=dict)
 
     @cached_property
     def _model(self) -> Architecture:
-        return find_architecture(self.checkpoint, self._architecture)
+        return find_architecture(self.checkpoint, self.architecture)
 
     @cached_property
     def _decoded(self) -> tuple[Checkpoint, dict[str, Weight]]:
         return decoded_view(self.checkpoint)
 
-    def _sort(self, model: Architecture, choice: LayerChoice, in_scheme: bool) -> _Sorted:
+    def _sort(self, model: Architecture, choice: assign.LayerChoice, in_scheme: bool) -> _Sorted:
         """Sort the tensors, in containers that the caller may change."""
         key = model, choice.options.ignore, in_scheme
         if key not in self._sorted:
@@ -322,56 +286,58 @@ class Planner:
         """
         checkpoint = self.checkpoint
         model = self._model
-        choice = self._choice or LayerChoice(options)
+        choice = self.choice or assign.LayerChoice(options)
         of_layers = [scheme, *choice.schemes]
         schemes = [*of_layers, *(other for _, other in options.scheme_for)]
-        refuse_schemes(model, schemes)
+        engines.refuse_schemes(model, schemes)
         if options.gptq:
             refuse_repeats(model)
 
         # Open: quantized weights of the source appear as the bfloat16 tensors that they decode to.
         decoded, weights = self._decoded
-        check_options(options)
+        assign.check_options(options)
         model = _add_tables(model, decoded, scheme, options)
 
         has_input_scales = choice.is_decided or any(
             weight.input_scale_for(scheme.format) for weight in weights.values()
         )
-        options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
+        options = serving.expect_calibration(
+            options, decoded.tensors, required=scheme.format.static and not has_input_scales
+        )
 
         config = text_config(decoded, model)
         check_layer_count(config)
 
         # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except
         # for embeddings, output heads and routers.
-        in_scheme = isinstance(choice, SourceChoice) or _all_in_scheme(weights.values(), of_layers)
+        in_scheme = isinstance(choice, assign.SourceChoice) or _all_in_scheme(weights.values(), of_layers)
         entry, items, layers, fused = self._sort(model, choice, in_scheme)
         if options.transforms is not None:
             apply_transforms(items, layers, options.transforms)
 
         cache_notes = _add_cache_scales(items, decoded, entry, options)
         if options.tp is not None:
-            refuse_size(entry, layers, config, options.tp)
+            assign.refuse_size(entry, layers, config, options.tp)
 
         # Decide.
-        input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-        keeps = isinstance(choice, SourceChoice)
+        input_absmax = serving.find_input_absmax(schemes, options.calibration, entry, layers, fused)
+        keeps = isinstance(choice, assign.SourceChoice)
         decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps)
-        limits = EngineLimits(decisions, entry, config, options, choice.is_decided)
+        limits = assign.EngineLimits(decisions, entry, config, options, choice.is_decided)
         decisions, scheme_notes = _assign_layers(limits, choice, in_scheme)
 
         # Describe.
         formats = ((layer, chosen.scheme and chosen.scheme.format) for layer, chosen in decisions.iter_decisions())
         parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
         settings = quantization_config(entry, decisions, options.fp8_kv_cache)
-        head_notes = check_task_head(checkpoint.architecture)
+        head_notes = engines.check_task_head(checkpoint.architecture)
         plan = Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, (), (), self.identity)
         if not with_notes:
             return plan
 
         about_source = _notes_on_source(checkpoint, decoded, entry)
-        about_output = output_notes(checkpoint, weights.values(), entry, decisions, options)
-        notes = (*entry_notes(model), *head_notes, *scheme_notes, *about_source, *cache_notes, *about_output)
+        about_output = engines.output_notes(checkpoint, weights.values(), entry, decisions, options)
+        notes = (*engines.entry_notes(model), *head_notes, *scheme_notes, *about_source, *cache_notes, *about_output)
         return replace(plan, notes=notes, source_notes=about_source)
 
 
@@ -388,8 +354,8 @@ def _add_cache_scales(
     if not options.fp8_kv_cache:
         return []
     modules = (info.module for info in decoded.tensors.values())
-    attentions = find_cached_attentions(modules, entry, text_config(decoded, entry.model))
-    return add_scales(items, decoded, attentions, options.calibration)
+    attentions = serving.find_cached_attentions(modules, entry, text_config(decoded, entry.model))
+    return serving.add_scales(items, decoded, attentions, options.calibration)
 
 
 def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleRules) -> tuple[str, ...]:
@@ -398,7 +364,7 @@ def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleR
     adapters = [name for name in checkpoint.left_out if is_adapter(name)]
     unmerged = [f"{adapters[0]}: the adapter beside the model is not merged into it"] if adapters else []
     return (
-        *source_notes(checkpoint, entry.model),
+        *engines.source_notes(checkpoint, entry.model),
         *unmerged,
         *completeness_notes(entry, tensors, decoded.config, text_config(decoded, entry.model)),
         *token_misfits(checkpoint.root, entry, tensors),
@@ -408,29 +374,31 @@ def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleR
 def _add_tables(model: Architecture, decoded: Checkpoint, scheme: Scheme, options: PlanOptions) -> Architecture:
     """The entry with the output head and the embedding among the quantized layers, where the options ask for them."""
     if options.head:
-        refuse_head(decoded, model, scheme)
+        engines.refuse_head(decoded, model, scheme)
         model = model.with_head()
     if options.embedding:
-        refuse_embedding(decoded, model, scheme)
+        engines.refuse_embedding(decoded, model, scheme)
         model = model.with_embedding()
     return model
 
 
-def _assign_layers(limits: EngineLimits, choice: LayerChoice, in_scheme: bool) -> tuple[Decisions, list[str]]:
+def _assign_layers(
+    limits: assign.EngineLimits, choice: assign.LayerChoice, in_scheme: bool
+) -> tuple[Decisions, list[str]]:
     """Decide the scheme of each layer, and refuse what no engine loads; with notes."""
     decisions = limits.decisions
     requested = choice.request(decisions)
     unquantized: set[str] = set()
     if in_scheme and not choice.is_decided:
         unquantized = {module for module, layer in decisions.layers.items() if layer.format is None}
-    overrides, scheme_notes = assign_schemes(limits, requested, unquantized)
+    overrides, scheme_notes = assign.assign_schemes(limits, requested, unquantized)
     decisions = replace(decisions, overrides=overrides)
 
-    if isinstance(choice, SourceChoice):
-        refuse_changes(decisions, choice.by_format)
-    refuse_experts(limits.entry, decisions)
-    refuse_embedding_schemes(decisions)
-    refuse_nameless(limits.entry, decisions)
+    if isinstance(choice, assign.SourceChoice):
+        assign.refuse_changes(decisions, choice.by_format)
+    engines.refuse_experts(limits.entry, decisions)
+    engines.refuse_embedding_schemes(decisions)
+    engines.refuse_nameless(limits.entry, decisions)
     return decisions, scheme_notes
 
 
@@ -514,7 +482,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
 
     entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     about_source = _notes_on_source(checkpoint, decoded, entry)
-    notes = (*about_source, *left_behind(checkpoint, weights.values()))
+    notes = (*about_source, *engines.left_behind(checkpoint, weights.values()))
     decisions = Decisions(None, items)
     return Plan(checkpoint, decoded, entry, PlanOptions(), decisions, {}, (), notes, about_source, identity)
 
@@ -545,7 +513,7 @@ def make_unchanged_plan(
         SourceError: scales of a quantized source do not fit its codes, or the calibration does not fit its layers.
         UsageError: the tensor-parallel size is below 1.
     """
-    check_options(options)
+    assign.check_options(options)
     model = find_architecture(checkpoint, architecture)
     decoded, weights = decoded_view(checkpoint)
 
@@ -559,25 +527,25 @@ def make_unchanged_plan(
     config = text_config(decoded, model)
     sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
 
-    options = expect_calibration(options, decoded.tensors, required=False)
+    options = serving.expect_calibration(options, decoded.tensors, required=False)
     items: dict[str, list[Item]] = {
         shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
     }
 
-    attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
-    cache_notes = add_scales(items, decoded, attentions, options.calibration)
+    attentions = serving.find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
+    cache_notes = serving.add_scales(items, decoded, attentions, options.calibration)
 
     if options.tp is not None:
-        refuse_size(entry, layers, config, options.tp)
+        assign.refuse_size(entry, layers, config, options.tp)
 
     decisions = Decisions(None, items)
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = (
-        *entry_notes(model),
+        *engines.entry_notes(model),
         *about_source,
         *cache_notes,
-        *serving_notes(model, decisions),
-        *engine_notes(entry, decisions),
+        *serving.serving_notes(model, decisions),
+        *engines.engine_notes(entry, decisions),
     )
     parallel = check_parallel_sizes(decoded, entry, ((layer, None) for layer in layers.values()), options.tp)
     settings = with_fp8_cache(DENSE)
@@ -633,7 +601,7 @@ def make_kept_plan(
         model = find_architecture(checkpoint, architecture)
         modules = (info.module for info in decoded.tensors.values())
         try:
-            find_cached_attentions(modules, ModuleRules(model), text_config(decoded, model))
+            serving.find_cached_attentions(modules, ModuleRules(model), text_config(decoded, model))
             options = replace(options, fp8_kv_cache=True)
         except PlanError as error:
             notes.append(f"the FP8 KV cache of the source is not in the output's config: {error.message}")
@@ -645,7 +613,7 @@ def make_kept_plan(
             "scales of groups are the source's bytes"
         )
 
-    plan = make_plan(checkpoint, scheme, options, identity, architecture, SourceChoice(options, keeps))
+    plan = make_plan(checkpoint, scheme, options, identity, architecture, assign.SourceChoice(options, keeps))
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -662,7 +630,7 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
         if scheme is None:
             name = weight.codes.name
             raise PlanError(f"compressed-tensors has no layout for {name}: {_describe_stored(weight, inputs)}", _OTHERS)
-        if scheme.format.input_scale is not None and (problem := why_no_input_scale(weight, scheme.format)):
+        if scheme.format.input_scale is not None and (problem := assign.why_no_input_scale(weight, scheme.format)):
             raise PlanError(f"{weight.module} has static activations: {problem}", _OTHERS)
 
         schemes |= {fmt: scheme, turned: scheme}

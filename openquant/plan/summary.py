@@ -9,7 +9,6 @@ Nothing is decided here, and the conversion does not use it.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from ..registry.architecture import (
 )
 from ..weights.weight import Weight
 from .architecture import TENSOR_PARALLEL_SIZES, ParallelSize, check_parallel_sizes, text_config, why_indivisible
+from .assign import NO_MODULE
 from .decisions import FEW_AXES, Decision, PassthroughTensor
 from .engines import sglang_refusal
 from .layout import output_tensors, weights_of_tensor
@@ -220,11 +220,6 @@ def serving(plan: Plan) -> tuple[Serving, Serving] | None:
     )
 
 
-# For a name that does not exist: how many similar names the hint offers, and how similar they must be (difflib).
-_MOST_OFFERED = 3
-_LEAST_SIMILARITY = 0.6
-
-
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of the source or the output: {"name": "lm_head.weight", "dtype": "BF16", "shape": [256, 64]}."""
@@ -368,7 +363,7 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
             )
 
     if not groups:
-        raise UsageError(f"{requested} is no module of this model, nor does it match one", _hint(plan, requested))
+        raise UsageError(f"{requested} is no module of this model, nor does it match one", NO_MODULE)
 
     return tuple(_explain(plan, modules) for modules in groups.values())
 
@@ -503,29 +498,3 @@ def _find_listed(plan: Plan, names: set[str]) -> str | None:
     if plan.scheme is None:
         return None
     return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), plan.scheme.method == "fp8").find(sorted(names))
-
-
-def _hint(plan: Plan, requested: str) -> str:
-    """A hint on which modules a name may mean that does not exist."""
-    families: dict[str, str] = {}
-    names: set[str] = set()
-    for module in _modules(plan):
-        families.setdefault(template(module.name), module.name)
-        names.add(module.name)
-
-    requested = requested.removesuffix(".weight")
-    if "*" not in requested and any(name.endswith(f".{requested}") for name in families):
-        return f"** is any part of a name: '**.{requested}'"
-
-    offered = []
-    for family in difflib.get_close_matches(template(requested), families, _MOST_OFFERED, _LEAST_SIMILARITY):
-        numbers = iter([part for part in requested.split(".") if part.isdecimal()])
-        name = ".".join(next(numbers, part) if part == "*" else part for part in family.split("."))
-        if name not in names:
-            name = families[family]
-        offered.append(name)
-
-    if offered:
-        return f"nearest is {' or '.join(offered)}; compress --dry-run lists all"
-
-    return "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"

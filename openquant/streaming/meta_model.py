@@ -39,6 +39,7 @@ from ..files.model_files import open_regular
 from ..files.shardfile import TensorInfo
 from ..formats import kernels
 from ..formats.numbers import Floats
+from ..formats.reference import TORCH_DTYPES
 from ..models import MODELS
 from ..plan.architecture import known_architecture
 from ..registry.architecture import StackedExperts
@@ -325,10 +326,6 @@ def _placeholder(parameter: nn.Parameter, device: str) -> nn.Parameter:
     return nn.Parameter(scalar.expand(parameter.shape), requires_grad=False)
 
 
-TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
 CHANGED = "the source changed while it was being read: run again"
 
 

@@ -29,15 +29,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ..convert.conversion import ShardProvider
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
+from ..formats.reference import TORCH_DTYPES
 from ..machine import available_cpus
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import transformers_internals
 from .memory import compute_dtype
-from .meta_model import REST, TORCH_DTYPES, LazyTensors, MetaModel
-from .session import LocalShards, ShardProvider
+from .meta_model import REST, LazyTensors, MetaModel
+from .session import LocalShards
 
 # Bytes above which embeddings are looked up in pieces of LOOKUPS tokens, and the output head is multiplied in pieces of
 # half as many bytes.

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from ..convert.conversion import ShardProvider
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint, Fingerprint
@@ -211,28 +212,6 @@ def documents_of_rank(documents: int, ranks: Ranks) -> range:
         ranks: the processes that share them.
     """
     return range(ranks.rank, documents, ranks.size)
-
-
-class ShardProvider(Protocol):
-    """Provides source shards, on disk or as they are downloaded. Methods may be called from any thread."""
-
-    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all shards that `what` needs are on disk, or `stopped()`.
-
-        Args:
-            what: name of what reads the shards, such as a unit or an output shard.
-            stopped: returns whether to give up waiting; called from time to time.
-
-        Raises:
-            SourceError: a shard cannot be downloaded.
-            OutputError: it cannot be written.
-        """
-
-    def path(self, name: str) -> Path:
-        """Return the path of a source shard that is on disk, by its file name."""
-
-    def release(self, what: str) -> None:
-        """Release the shards of `what`, so that they may be deleted."""
 
 
 @dataclass(frozen=True)

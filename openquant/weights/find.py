@@ -38,9 +38,8 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
-from ..files.gguf import GgufTensor
 from ..files.shardfile import TensorInfo
-from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Blocks, Format, GgmlType, ggml_format, grid_of
+from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
@@ -364,11 +363,6 @@ def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
 
 
-def _is_borne_out(tensors: Iterable[TensorInfo]) -> bool:
-    """Whether any tensor is other than in an unquantized model: some tools decode weights and leave the config."""
-    return any(info.dtype not in _UNQUANTIZED or "scale" in info.name for info in tensors)
-
-
 def _read(checkpoint: Checkpoint) -> Quantization | None:
     """Read how the checkpoint is quantized, from config.json or a tool's file; None if neither says anything."""
     config = with_tool_config(checkpoint.config, checkpoint.root)
@@ -378,7 +372,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     try:
         return read_quantization(config)
     except UsageError as error:
-        if not _is_borne_out(checkpoint.tensors.values()):
+        # Some tools decode weights and leave the config.
+        if all(info.dtype in _UNQUANTIZED and "scale" not in info.name for info in checkpoint.tensors.values()):
             return None
 
         file = tool_config_file(checkpoint.config, checkpoint.root) or "config.json"
@@ -693,20 +688,3 @@ class GgufCheckpoint(Checkpoint):
 
     weights: Mapping[str, Weight] = field(default_factory=dict)
     file: Path = Path()
-
-
-def gguf_weight(name: str, shape: tuple[int, ...], stored: GgufTensor, number: GgmlType, blocks: Blocks) -> Weight:
-    """Return a weight that lies in a GGUF file.
-
-    Args:
-        name: full tensor name in a Hugging Face directory.
-        shape: its shape there: [out, in] or [out]. Vectors are read as one row.
-        stored: the tensor of the file, or the part of it that one expert has.
-        number: its tensor type.
-        blocks: what is undone after blocks are decoded.
-    """
-    rows, cols = (1, *shape)[-2:]
-    codes = TensorInfo(name, "U8", (rows, stored.nbytes // rows))
-    module = name.removesuffix(".weight")
-    source = TensorInfo(name, "BF16", shape)
-    return Weight(module, template(module), source, (rows, cols), format=ggml_format(number, blocks), parts=(codes,))

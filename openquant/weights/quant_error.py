@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.format import Format, grid_of
-from ..formats.kernels import CHUNK, Bits, absmax, choose_scales, encode, encode_float32, to_float32, unpack
+from ..formats.kernels import CHUNK, Bits, absmax, choose_scales, encode_float32, to_float32, unpack
 from ..formats.numbers import Codes, Floats
 from ..formats.schemes import Scheme
 
@@ -278,14 +278,7 @@ class Comparison:
         if zero is not None and width is not None:
             zero = np.repeat(zero, width, axis=1)[:, :cols]
 
-        if fits and zero is None:
-            expected = np.empty(bits.shape, np.uint8)
-            encode(bits, dtype, scale, group, expected, self.number)
-            expected = expected[:, :cols]
-        else:
-            # `encode` requires scales that are large enough for the weights.
-            expected = encode_float32(weight, element_scale, self.number, zero)
-
+        expected = encode_float32(weight, element_scale, self.number, zero)
         same = np.array_equal(expected, codes)
         if not same:
             differs = expected != codes
@@ -293,8 +286,6 @@ class Comparison:
             if self.first_difference is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first_difference = (top + row, col), int(codes[row, col]), int(expected[row, col])
-
-        if not same:
             self._count_runs(top, codes, expected)
 
         error = self._decode(codes, zero, element_scale) - weight

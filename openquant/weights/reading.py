@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,7 @@ def _allocate(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
+@dataclass(eq=False)
 class Reader:
     """Reads weights of a checkpoint into one buffer. Each thread has a Reader of its own.
 
@@ -97,22 +98,17 @@ class Reader:
         where: shard file name and byte offset of each tensor, by full tensor name.
         path: returns the path of a shard.
         memory: allocates a buffer, uint8, of the given number of bytes; by default as numpy does.
-        loops: the kernels that decode.
+        loops: the kernels for what its caller computes of the rows.
     """
 
-    def __init__(
-        self,
-        where: Mapping[str, Location],
-        path: Callable[[str], Path],
-        memory: Callable[[int], Bytes] = _allocate,
-        loops: Loops = kernels,
-    ) -> None:
-        self.loops = loops
-        self.where = where
-        self.path = path
-        self._memory = memory
-        self._buffer = memory(BUFFER)
-        self._columns = ColumnReader(where.__getitem__, self.open)
+    where: Mapping[str, Location]
+    path: Callable[[str], Path]
+    memory: Callable[[int], Bytes] = _allocate
+    loops: Loops = kernels
+
+    def __post_init__(self) -> None:
+        self._buffer = self.memory(BUFFER)
+        self._columns = ColumnReader(self.where.__getitem__, self.open, self.read_bytes)
 
     def open(self, shard: str) -> SourceFile:
         """Open a shard of the source, for a `with` statement."""
@@ -153,7 +149,7 @@ class Reader:
         kind = BITS_TYPE[weight.dtype]
         pitch = cols * kind.itemsize
         if self._buffer.nbytes < step * pitch:
-            self._buffer = self._memory(step * pitch)
+            self._buffer = self.memory(step * pitch)
 
         # One buffer for all pieces, because the system clears newly allocated memory.
         code_buffer = np.empty(step * weight.row_bytes if weight.format is not None else 0, np.uint8)
@@ -245,7 +241,7 @@ class Reader:
             if zero is not None:
                 zero = zero[:, index]
 
-        self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
+        kernels.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
 
         largest = np.abs(scale).max()
         if largest >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():
@@ -283,7 +279,7 @@ class Reader:
             source.read(into, extent.offset + low * extent.pitch, extent.label)
         # `verify` also has codes whose format is unknown.
         number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
-        return None if number is None else self.loops.first_unsound(into, number)
+        return None if number is None else kernels.first_unsound(into, number)
 
     def read_codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
         """Read the codes of whole rows, and refuse NaN.

@@ -82,7 +82,7 @@ def test_a_device_makes_the_same_codes() -> None:
     made = []
     for kind in (CpuKernels(kernels), TorchKernels("cpu:0")):
         made.append(np.empty((16, 128), np.uint8))
-        kind.encode(kind.load(bits, "F32"), "F32", scale, form, made[-1], None, zero)
+        kind.encode(kind.load(bits, "F32"), "F32", scale, form, made[-1], zero)
     assert np.array_equal(*made)
 
 

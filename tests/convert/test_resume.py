@@ -418,8 +418,8 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
     during(monkeypatch, lambda: change(source, shard))
     with pytest.raises(SourceError) as caught:
         compress(source, out)
-    assert caught.value.message == f"{source / shard} changed while it was being converted"
-    assert caught.value.hint == "let nothing write to the model meanwhile, and run the same command again"
+    assert caught.value.message == f"{source / shard} changed while it was being read"
+    assert caught.value.hint.startswith("let nothing write to the model or link its files meanwhile, and run the same")
     assert not (out / "config.json").exists()
     assert not json.loads((out / ".openquant.json").read_text())["done"]
     compress(source, out)

@@ -20,10 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import openquant
 from conftest import everything
 from openquant.errors import SourceError, UsageError
-from openquant.files.gguf import read_gguf_header
 from openquant.formats.format import ggml_types
 from openquant.gguf import source
-from openquant.gguf.source import ARCHITECTURES, gguf_config, open_gguf
+from openquant.gguf.source import ARCHITECTURES, gguf_config, open_gguf, read_gguf_header
 from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, split_gguf, write_gguf
 from support.rows import for_each
 

@@ -162,7 +162,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
             with (tmp_path / "m.gguf").open("r+b") as file:
                 file.truncate(100_000)
 
-    with pytest.raises(SourceError, match="m.gguf changed while it was being converted"):
+    with pytest.raises(SourceError, match="m.gguf changed while it was being read"):
         openquant.dequantize(tmp_path / "m.gguf", tmp_path / "out", reporter=Truncates())
     assert not (tmp_path / "out" / "model.safetensors").exists()
 

@@ -86,18 +86,12 @@ def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
         assert layer.scheme or layer.listed or not linear, layer.module
 
 
-@for_each(("asked", "hint"), [
-    ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
-    ("model.layers.99.mlp.down_proj", "nearest is model.layers.0.mlp.down_proj or "),
-    ("down_proj", "** is any part of a name: '**.down_proj'"),
-    ("**.nothing", "modules are named like tensors, without .weight; ** is any part; "),
-    ("x" * 5000, "modules are named like tensors"),
-])  # fmt: skip
-def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
+@for_each("asked", ["model.layers.99.mlp.down_proj", "down_proj", "**.nothing", "x" * 5000])
+def test_a_name_that_is_not_there(asked: str) -> None:
     with pytest.raises(UsageError) as caught:
         explain(EXAMPLE, asked)
     assert caught.value.message == f"{asked} is no module of this model, nor does it match one"
-    assert caught.value.hint.startswith(hint)
+    assert caught.value.hint.startswith("modules are named like tensors, without .weight; ** is any part; ")
 
 
 def test_the_command_says_it_to_people_and_programs(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from openquant.errors import SourceError
-from openquant.files.gguf import GgufTensor
 from openquant.files.shardfile import Location
 from openquant.formats.format import Blocks, ggml_types
+from openquant.gguf.source import GgufTensor, gguf_weight
 from openquant.weights import reading
-from openquant.weights.find import gguf_weight
 from openquant.weights.reading import Reader, memory_of
 from openquant.weights.weight import Weight
 from support.gguf_files import DECODABLE, random_blocks
