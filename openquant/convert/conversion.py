@@ -793,7 +793,20 @@ class CpuKernels:
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
-        self.absmax = loops.absmax
+
+    def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
+        """Compute the largest absolute weight of each group.
+
+        Args:
+            bits: weights [rows, cols] of whole groups, as `load` returns them.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+            group: (height, width) of a group; None is the whole axis.
+
+        Returns:
+            float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
+        """
+        found: Floats = self.loops.absmax(bits, dtype, group)
+        return found
 
     def encode(
         self,

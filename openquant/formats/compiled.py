@@ -22,7 +22,7 @@ from numba.core.caching import FunctionCache
 from . import kernels
 from .format import Format, Group, grid_of
 from .kernels import Bits, ColumnRounding, to_float32
-from .numbers import Codes, Floats, Number
+from .numbers import E2M1, Codes, Floats, Number
 
 u8 = np.uint8
 u32 = np.uint32
@@ -153,6 +153,10 @@ def encode_stored(
     rows, cols = bits.shape
     height = group[0] or rows
     width = group[1] or cols
+    if number == E2M1 and dtype == "BF16" and width % 2 == 0:
+        _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
+        return
+
     codes = out if number.bits == 8 else np.empty(bits.shape, u8)
     arguments = bits, *_kind(dtype), scale, height, width, codes
     if number.normal == 0:
@@ -383,6 +387,41 @@ def _encode_floats(
                 above = u32(u32(u32(binade - lowest) >> u32(23)) * steps)
                 sign = u32(u32(f32(quotient).view(u32) >> u32(31)) * mark)
                 group_codes[i] = u8(u32(u32(step + above) | sign))
+
+
+@_compile
+def _to_e2m1(quotient: Any) -> Any:
+    """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
+    bits = f32(quotient).view(u32)
+    size = min(u32(bits & u32(0x7FFFFFFF)), u32(0x40C00000))
+    binade = max(u32(size & u32(0x7F800000)), u32(0x3F800000))
+    beside = u32(binade + u32(22 << 23 | 1 << 22))
+    step = u32(f32(u32(size).view(f32) + u32(beside).view(f32)).view(u32) - beside)
+    above = u32(u32(binade - u32(0x3F800000)) >> u32(22))
+    return u32(u32(step + above) | u32(u32(bits & u32(0x80000000)) >> u32(28)))
+
+
+@_compile
+def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
+    """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
+    spread = np.empty((scale.shape[1], width), f32)
+    divisors = spread.reshape(-1)
+
+    for row in range(words.shape[0]):
+        for group in range(scale.shape[1]):
+            divisor = scale[row // height, group]
+            part = spread[group]
+            for i in range(part.size):
+                part[i] = divisor
+
+        line = words[row]
+        into = out[row]
+        for i in range(line.size):
+            first = u32(u32(line[i]) << u32(16)).view(f32)
+            second = u32(u32(line[i]) & u32(0xFFFF0000)).view(f32)
+            low = _to_e2m1(f32(first / divisors[i]))
+            high = _to_e2m1(f32(second / divisors[i]))
+            into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
 
 
 @_compile

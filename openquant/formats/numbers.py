@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -36,8 +37,8 @@ _LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127
 
 
 @dataclass(frozen=True)
-class Number:
-    """A numeric format. Of some, codes are only decoded, by block: for these the methods are not implemented.
+class Number(ABC):
+    """A numeric format.
 
     Attributes:
         title: its name in plans and cards: "FP8".
@@ -97,6 +98,7 @@ class Number:
             return None
         return f"its rows are not whole sets of {words} words with {self.run} codes"
 
+    @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
         """Round values to the nearest codes, ties to even; values out of range are clamped.
 
@@ -106,7 +108,6 @@ class Number:
         Returns:
             Codes, uint8 of the same shape, one per byte.
         """
-        raise NotImplementedError
 
     @property
     def zero_byte(self) -> int | None:
@@ -120,10 +121,11 @@ class Number:
         """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
         return np.take(self.values(), codes, mode="clip")
 
+    @abstractmethod
     def values(self) -> Floats:
         """Return the value of every code, float32 [2^bits]; NaN for codes that are no number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
         """Return how far a weight may be from its dequantized code.
 
@@ -135,7 +137,6 @@ class Number:
         Returns:
             The largest absolute error, float32 of the shape of `weights`.
         """
-        raise NotImplementedError
 
     @cached_property
     def smallest(self) -> float:

@@ -108,7 +108,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self._buffer = self.memory(BUFFER)
-        self._columns = ColumnReader(self.where.__getitem__, self.open, self.read_bytes)
+        self._columns = ColumnReader(self.where.__getitem__, self.open)
 
     def open(self, shard: str) -> SourceFile:
         """Open a shard of the source, for a `with` statement."""
