@@ -509,7 +509,7 @@ class _Worker:
         for bits in self.reader.rows(write.weight, 1):
             buffer = self._next_buffer()
             piece = buffer.take(target, bits.nbytes // 2)
-            kernels.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
+            self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
             buffer.send(file, piece, target)
             target += piece.nbytes
             self.conversion.advance(row_bytes(write.weight, len(bits)))
@@ -521,7 +521,7 @@ class _Worker:
         low = 0
         for bits in self.reader.rows(write.weight, 1):
             rows = np.empty(bits.shape, np.uint16)
-            kernels.to_bfloat16(bits.view(np.float32), rows)
+            self.loops.to_bfloat16(bits.view(np.float32), rows)
             transposed[:, low : low + len(bits)] = rows.T
             low += len(bits)
             self.conversion.advance(row_bytes(write.weight, len(bits)))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from numba.core.caching import FunctionCache
 
 from . import kernels
@@ -25,6 +26,7 @@ from .kernels import Bits, ColumnRounding, to_float32
 from .numbers import E2M1, Codes, Floats, Number
 
 u8 = np.uint8
+u16 = np.uint16
 u32 = np.uint32
 i32 = np.int32
 f32 = np.float32
@@ -251,6 +253,16 @@ def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
     _move_panel(*weight, low, high, *_range(number))
 
 
+def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
+    """Round finite values to bfloat16, ties to even.
+
+    Args:
+        values: float32 [rows, cols].
+        out: uint16 [rows, cols], overwritten with the bits.
+    """
+    _to_bfloat16(values.reshape(-1).view(u32), out.reshape(-1))
+
+
 def _kind(dtype: str) -> tuple[bool, Any]:
     """Return whether weights are float16, and by how many bits to shift theirs left to make a float32."""
     return dtype == "F16", u32({"BF16": 16}.get(dtype, 0))
@@ -422,6 +434,13 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
             low = _to_e2m1(f32(first / divisors[i]))
             high = _to_e2m1(f32(second / divisors[i]))
             into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
+
+
+@_compile
+def _to_bfloat16(bits: Any, out: Any) -> None:
+    for i in range(bits.size):
+        even = u32(u32(bits[i] >> u32(16)) & u32(1))
+        out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
 
 
 @_compile

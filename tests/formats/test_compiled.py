@@ -44,6 +44,16 @@ def test_the_first_code_that_holds_no_value_is_found() -> None:
         assert kernels.first_unsound(codes[:0], number) is None
 
 
+def test_values_are_rounded_to_the_same_bfloat16() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
+    bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
+    bits[(bits & 0x7F800000) == 0x7F800000] = 0x80000000
+    found = [np.zeros(bits.shape, np.uint16) for _ in range(2)]
+    for loops, out in zip((kernels, compiled), found, strict=True):
+        loops.to_bfloat16(bits.view(np.float32), out)
+    np.testing.assert_array_equal(found[1], found[0])
+
+
 def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtests) -> None:
     bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
     bits[0], bits[1, 0] = bits[0] >> 8, 0
