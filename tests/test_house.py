@@ -72,7 +72,7 @@ def test_no_two_test_modules_have_one_name():
 
 # Twins with the same meaning: loops in numpy, numba and torch; a script's or a process's entry point.
 SHARED = {
-    *("absmax", "best_scales", "decode", "encode", "encode_stored", "scales"),
+    *("absmax", "best_scales", "decode", "decode_rows", "encode", "encode_stored", "scales"),
     *("compress_main", "main", "round_panel", "signs", "to_bfloat16"),
 }
 

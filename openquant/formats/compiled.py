@@ -23,11 +23,12 @@ from numba.core.caching import FunctionCache
 from . import kernels
 from .format import Format, Group, grid_of
 from .kernels import Bits, ColumnRounding, to_float32
-from .numbers import E2M1, Codes, Floats, Number
+from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
 u8 = np.uint8
 u16 = np.uint16
 u32 = np.uint32
+u64 = np.uint64
 i32 = np.int32
 f32 = np.float32
 
@@ -155,22 +156,52 @@ def encode_stored(
     rows, cols = bits.shape
     height = group[0] or rows
     width = group[1] or cols
-    if number == E2M1 and dtype == "BF16" and width % 2 == 0:
-        _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
-        return
 
-    codes = out if number.bits == 8 else np.empty(bits.shape, u8)
-    arguments = bits, *_kind(dtype), scale, height, width, codes
+    arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
+
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         if zero_point is None:
             zero_point = np.zeros_like(scale)
         _encode_integers(*arguments, *_range(number)[:2], u32(middle), zero_point)
+    elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
+        _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*arguments, *_range(number)[1:], steps, u32(1 << (number.bits - 1)))
-    if number.bits < 8:
-        kernels.pack(codes, out, number)
+
+
+def decode_rows(
+    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
+) -> None:
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
+
+    Args:
+        codes: uint8 [rows, cols * bits / 8].
+        number: numeric format of the codes.
+        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
+        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
+        low: index in the matrix of the first of these rows, which tells where in a group it lies.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
+    """
+    if number in BITSANDBYTES:
+        kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
+        return
+
+    rows, cols = out.shape
+    height = group[0] or low + rows
+    width = min(group[1] or cols, cols)
+    if zero_point is None:
+        zero_point = np.zeros_like(scale)
+    zero_point = np.ascontiguousarray(zero_point)
+    arguments = codes, scale, zero_point, height, width, low % height, out
+
+    if number.normal:
+        (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
+    else:
+        half = 1 << (number.bits - 1)
+        _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half), number.bits)
 
 
 def best_scales(
@@ -337,6 +368,69 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
 
 
 @_compile
+def _lanes(width: Any, lane: Any) -> Any:
+    """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
+    mask = u64(0)
+    start = u64(0)
+    while start < u64(64):
+        mask |= u64(u64(u64(1) << width) - u64(1)) << start
+        start += lane
+    return mask
+
+
+@_compile
+def _pack(codes: Any, bits: Any, out: Any) -> None:
+    """Pack the codes of a row, of less than 8 bits, without gaps, the first in the lowest bits."""
+    if bits == 4:
+        for i in range(out.size):
+            out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
+        return
+
+    # Eight codes take as many bytes as a code has bits. They are brought together by pairs, pairs of pairs, and those.
+    width = u64(bits)
+    packed = codes.view(u64)
+    first = _lanes(width, u64(16))
+    second = _lanes(width * u64(2), u64(32))
+    third = _lanes(width * u64(4), u64(64))
+    gap = u64(8) - width
+    eight = u64(8)
+
+    for i in range(packed.size):
+        together = packed[i]
+        together = (together & first) | ((together >> gap) & (first << width))
+        together = (together & second) | ((together >> (gap * u64(2))) & (second << (width * u64(2))))
+        together = (together & third) | ((together >> (gap * u64(4))) & (third << (width * u64(4))))
+        for byte in range(bits):
+            out[i * bits + byte] = u8(together)
+            together >>= eight
+
+
+@_compile
+def _unpack(packed: Any, bits: Any, codes: Any) -> None:
+    """Undo `_pack`."""
+    if bits == 4:
+        for i in range(packed.size):
+            codes[2 * i] = packed[i] & u8(15)
+            codes[2 * i + 1] = packed[i] >> u8(4)
+        return
+
+    width = u64(bits)
+    spread = codes.view(u64)
+    first = _lanes(width, u64(16))
+    second = _lanes(width * u64(2), u64(32))
+    third = _lanes(width * u64(4), u64(64))
+    gap = u64(8) - width
+
+    for i in range(spread.size):
+        apart = u64(0)
+        for byte in range(bits):
+            apart |= u64(packed[i * bits + byte]) << u64(8 * byte)
+        apart = (apart & third) | ((apart & (third << (width * u64(4)))) << (gap * u64(4)))
+        apart = (apart & second) | ((apart & (second << (width * u64(2)))) << (gap * u64(2)))
+        spread[i] = (apart & first) | ((apart & (first << width)) << gap)
+
+
+@_compile
 def _encode_integers(
     bits: Any,
     half: Any,
@@ -344,6 +438,7 @@ def _encode_integers(
     scale: Any,
     height: Any,
     width: Any,
+    code_bits: Any,
     out: Any,
     least: Any,
     most: Any,
@@ -351,18 +446,53 @@ def _encode_integers(
     zero: Any,
 ) -> None:
     values = np.empty(bits.shape[1], f32)
+    codes = np.empty(bits.shape[1], u8)
 
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
+        into = codes if code_bits < 8 else out[row]
+
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             shift = zero[row // height, group]
             part = values[group * width : (group + 1) * width]
-            group_codes = out[row, group * width : (group + 1) * width]
+            group_codes = into[group * width : (group + 1) * width]
             for i in range(part.size):
                 quotient = f32(f32(part[i] / divisor) + shift)
                 whole = f32(min(max(quotient, least), most) + f32(_ROUNDS))
                 group_codes[i] = u8(u32(f32(whole).view(u32) + middle))
+        if code_bits < 8:
+            _pack(codes, code_bits, out[row])
+
+
+@_compile
+def _decode_integers(
+    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
+) -> None:
+    values = np.empty(out.shape[1], f32)
+    unpacked = np.empty(out.shape[1], u8)
+    mask = u32(2 * half - 1)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        if bits < 8:
+            _unpack(line, bits, unpacked)
+            line = unpacked
+        for i in range(line.size):
+            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
+        _apply_scales(values, scale[above], zero[above], width, out[row])
+
+
+@_compile
+def _apply_scales(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
+    """Dequantize the values of a row's codes by its scales and zero points."""
+    for group in range(scale.size):
+        factor = scale[group]
+        middle = zero[group]
+        part = values[group * width : (group + 1) * width]
+        into = out[group * width : (group + 1) * width]
+        for i in range(into.size):
+            into[i] = f32(part[i] - middle) * factor
 
 
 @_compile
@@ -373,6 +503,7 @@ def _encode_floats(
     scale: Any,
     height: Any,
     width: Any,
+    code_bits: Any,
     out: Any,
     largest: Any,
     normal: Any,
@@ -381,14 +512,17 @@ def _encode_floats(
     mark: Any,
 ) -> None:
     values = np.empty(bits.shape[1], f32)
+    codes = np.empty(bits.shape[1], u8)
     lowest = f32(normal).view(u32)
 
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
+        into = codes if code_bits < 8 else out[row]
+
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = values[group * width : (group + 1) * width]
-            group_codes = out[row, group * width : (group + 1) * width]
+            group_codes = into[group * width : (group + 1) * width]
             for i in range(part.size):
                 quotient = f32(part[i] / divisor)
                 size = min(abs(quotient), largest)
@@ -399,6 +533,24 @@ def _encode_floats(
                 above = u32(u32(u32(binade - lowest) >> u32(23)) * steps)
                 sign = u32(u32(f32(quotient).view(u32) >> u32(31)) * mark)
                 group_codes[i] = u8(u32(u32(step + above) | sign))
+        if code_bits < 8:
+            _pack(codes, code_bits, out[row])
+
+
+@_compile
+def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+    values = np.empty(out.shape[1], f32)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        for i in range(line.size):
+            size = u32(u32(line[i] & 0x7F) << u32(20))
+            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
+            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
+            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
+            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
+            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
+        _apply_scales(values, scale[above], zero[above], width, out[row])
 
 
 @_compile
@@ -434,6 +586,26 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
             low = _to_e2m1(f32(first / divisors[i]))
             high = _to_e2m1(f32(second / divisors[i]))
             into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
+
+
+@_compile
+def _half_e2m1(code: Any) -> Any:
+    """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
+    twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
+    size = f32(f32(i32(twice)) * f32(0.5))
+    return u32(f32(size).view(u32) | u32(u32(code & 8) << u32(28))).view(f32)
+
+
+@_compile
+def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+    values = np.empty(out.shape[1], f32)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        for i in range(line.size):
+            values[2 * i] = _half_e2m1(u32(line[i] & 15))
+            values[2 * i + 1] = _half_e2m1(u32(line[i] >> 4))
+        _apply_scales(values, scale[above], zero[above], width, out[row])
 
 
 @_compile

@@ -98,7 +98,7 @@ class Reader:
         where: shard file name and byte offset of each tensor, by full tensor name.
         path: returns the path of a shard.
         memory: allocates a buffer, uint8, of the given number of bytes; by default as numpy does.
-        loops: the kernels for what its caller computes of the rows.
+        loops: the kernels that decode.
     """
 
     where: Mapping[str, Location]
@@ -241,7 +241,7 @@ class Reader:
             if zero is not None:
                 zero = zero[:, index]
 
-        kernels.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
+        self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
 
         largest = np.abs(scale).max()
         if largest >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from openquant.formats import compiled, kernels
+from openquant.formats.format import grid_of
 from openquant.formats.kernels import ColumnRounding
 from openquant.formats.numbers import E4M3, INT4
 from openquant.formats.schemes import VARIANTS
 
 NUMBERS = tuple(dict.fromkeys(scheme.format.number for scheme in VARIANTS))
+GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 
 def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
@@ -31,6 +33,25 @@ def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
             kernels.encode_stored(bits, "BF16", scale, (1, None), made[0], number)
         compiled.encode_stored(bits, "BF16", scale, (1, None), made[1], number)
         np.testing.assert_array_equal(made[1], made[0], f"{number.name} {number.dtype}")
+
+
+def test_codes_stand_for_the_same_weights() -> None:
+    """All bytes, NaN too, whole groups or not, with zero points or none, and scales that take them beyond float32."""
+    rows, cols = 150, 352
+    # Rows of blocks begin within one.
+    for (number, group), low in zip(itertools.product(NUMBERS, GROUPS), itertools.cycle((100, 0)), strict=False):
+        generator = np.random.default_rng(low)
+        codes = generator.integers(0, 256, (rows, number.nbytes(cols)), np.uint8)
+        height = group[0] or low + rows
+        grid = (low + rows - 1) // height + 1 - low // height, grid_of(group, (1, cols))[1]
+        scale = np.exp2(generator.uniform(-140, 128, grid)).astype(np.float32)
+        for zero in (None, generator.integers(-8, 8, grid).astype(np.float32)):
+            found = [np.zeros((rows, cols), np.float32) for _ in range(2)]
+            for loops, out in zip((kernels, compiled), found, strict=True):
+                loops.decode_rows(codes, number, scale, group, low, out, zero)
+            told = f"{number.name} {number.dtype} {group} {low} {zero is not None}"
+            np.testing.assert_array_equal(found[1], found[0], told)
+            assert (np.signbit(found[1]) == np.signbit(found[0])).all(), told
 
 
 def test_the_first_code_that_holds_no_value_is_found() -> None:

@@ -17,6 +17,7 @@ from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats import compiled, kernels
 from openquant.formats.numbers import BITSANDBYTES
 from openquant.formats.quantization import read_quantization
 from openquant.weights.find import decoded_view
@@ -67,13 +68,14 @@ def test_the_tools_decode_to_the_same(tmp_path: Path, path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(told))
     view, weights = decoded_view(open_checkpoint(tmp_path))
     assert set(view.tensors) == {"layer.weight"}
-    reader = Reader(view.where, tmp_path.joinpath)
-    [found] = [bits.view(np.float32) for bits in reader.rows(weights["layer.weight"], 1)]
-    if path.stem == "bitsandbytes-int8":
-        # It multiplies by the largest weight first, and then by 1 / 127.
-        assert (abs(found - expected) <= abs(expected) * 2.0**-23).all()
-    else:
-        assert np.array_equal(found, expected)
+    for loops in (kernels, compiled):
+        reader = Reader(view.where, tmp_path.joinpath, loops=loops)
+        [found] = [bits.view(np.float32) for bits in reader.rows(weights["layer.weight"], 1)]
+        if path.stem == "bitsandbytes-int8":
+            # It multiplies by the largest weight first, and then by 1 / 127.
+            assert (abs(found - expected) <= abs(expected) * 2.0**-23).all()
+        else:
+            assert np.array_equal(found, expected)
 
 
 def test_layers_of_quark_may_differ(tmp_path: Path) -> None:
