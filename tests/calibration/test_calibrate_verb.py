@@ -254,12 +254,12 @@ def test_options_that_exclude_each_other_are_refused(
 ) -> None:
     static, of = {"activation_scheme": "static"}, {"calibration": calibration}
     rows: list[tuple[dict[str, Any], type[OpenQuantError], str]] = [
-        (of, UsageError, "nothing uses --calibration$"),
+        (of, UsageError, "nothing uses --calibration"),
         (static | {"calibration": "missing"}, SourceError, "missing cannot be read: No such file"),
-        ({"calibrate": True}, UsageError, "nothing uses --calibrate$"),
-        (static | of | {"calibrate": True}, UsageError, "--calibrate and --calibration are both given$"),
-        (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated$"),
-        ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
+        ({"calibrate": True}, UsageError, "nothing uses --calibrate"),
+        (static | of | {"calibrate": True}, UsageError, "--calibrate and --calibration are both given"),
+        (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated"),
+        ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated"),
         (static | of | {"scheme": "block"}, UsageError, "--scheme block has no static activations"),
         (
             of | {"scheme": "int4", "gptq": True},

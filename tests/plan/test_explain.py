@@ -110,7 +110,7 @@ def test_the_command_says_it_to_people_and_programs(tmp_path: Path) -> None:
 
 def test_an_output_head_that_is_the_embedding_and_what_no_pattern_covers(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "tied", "Gemma2ForCausalLM")
-    told = "^lm_head is no module of its own: the output head is the input embedding, which stays unquantized$"
+    told = "^lm_head is no module of its own: the output head is the input embedding, which stays unquantized"
     with pytest.raises(UsageError, match=told):
         explain(source, "lm_head.weight")
     plan = make_plan(with_few_experts("Qwen3MoeForCausalLM"), TENSOR, architecture="generic")

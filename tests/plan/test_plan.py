@@ -171,7 +171,7 @@ def test_the_prefix_of_a_wrapper_is_named(tmp_path: Path) -> None:
     name = "model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
     weights[name] = weights.pop("model.layers.0.mlp.up_proj.weight")
     root = small_checkpoints.write(tmp_path / "sharded", weights=weights)
-    expected = f"^{name} has _fsdp_wrapped_module in its name: the wrapped model was saved$"
+    expected = f"^{name} has _fsdp_wrapped_module in its name: the wrapped model was saved"
     with pytest.raises(PlanError, match=expected):
         plan_of(root)
 
