@@ -240,7 +240,9 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subte
 
 def test_a_model_that_repeats_its_layers_is_refused(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", "HrmTextForCausalLM")
-    with pytest.raises(PlanError, match="^HrmTextForCausalLM runs its layers several times, and --fit measures a layer"):
+    with pytest.raises(
+        PlanError, match="^HrmTextForCausalLM runs its layers several times, and --fit measures a layer"
+    ):
         compress(source, tmp_path / "out", fit="5bits")
 
 
