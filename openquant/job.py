@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from .convert.conversion import worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks
@@ -23,11 +22,11 @@ from .files.output import Claim, OutputContents, refuse_overlap
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
 from .machine import COMPILED_MEMORY, available_cpus, find_device
-from .options import Run, files_read
+from .options import Run
 from .plan import summary
 from .plan.plan import Plan
 from .plan.serving import chosen_scales
-from .result import Place, Reporter
+from .result import Reporter
 from .streaming.memory import MemoryStep, memory_left
 
 # More threads do not make a disk faster, and each takes memory.
@@ -198,31 +197,6 @@ def open_model(
                 "it is a pattern like 'prompts/*' or 'x.py'; hidden files and weights beside the model are not copied",
             )
     return source, checkpoint
-
-
-def model_place(source: Source, checkpoint: Checkpoint) -> Place:
-    """Return a model as something that a dry run would read.
-
-    Args:
-        source: where the model comes from.
-        checkpoint: its config, files and headers.
-    """
-    path = source.place if source.repo else str(Path(source.place).absolute())
-    return Place(path, checkpoint.architecture, sum(checkpoint.shards.values()))
-
-
-def file_places(values: Mapping[str, Any]) -> list[Place]:
-    """Return the files and datasets that options name, as something that a dry run would read.
-
-    Args:
-        values: values of options, by the names of their fields.
-    """
-    return [
-        Place(
-            str(path.absolute()) if path.exists() else str(path), what, path.stat().st_size if path.is_file() else None
-        )
-        for path, what in files_read(values)
-    ]
 
 
 def prepare(opened: Opened, plan: Plan, before: Sequence[MemoryStep] = (), refuse: bool = True) -> Job:

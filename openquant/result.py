@@ -166,13 +166,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Preview:
-    """What push, calibrate or eval would do, as --dry-run says. All that can be checked quickly was.
+    """What push would do, as --dry-run says. All that can be checked quickly was.
 
     Attributes:
         reads: what is read.
         does: what is done, a sentence each.
         writes: what is written.
-        download_bytes: bytes of `reads` that are still to be downloaded.
+        download_bytes: bytes that are downloaded: none.
         notes: notes for the user.
     """
 

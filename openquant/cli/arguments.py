@@ -373,7 +373,7 @@ _VERBS = (
         "calibrate",
         "Measure the activations of a model on texts.",
         "MODEL [-o FILE] [options]",
-        (options.Calibrate, options.CalibrationTexts, "dry_run", "rendezvous_timeout", "json", "progress"),
+        (options.Calibrate, options.CalibrationTexts, "rendezvous_timeout", "json", "progress"),
         examples=("Qwen/Qwen3-8B --stream", "Qwen3-8B --text mine.jsonl --samples 64"),
         positional=("model",),
     ),
@@ -381,7 +381,7 @@ _VERBS = (
         "eval",
         "Compare quantized checkpoints with their source on texts.",
         "OUTPUT [OUTPUT ...] --source MODEL [options]",
-        (options.Evaluate, options.Texts, "dry_run", "rendezvous_timeout", "json", "progress", "report", "figure"),
+        (options.Evaluate, options.Texts, "rendezvous_timeout", "json", "progress", "report", "figure"),
         examples=(
             "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
             "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",

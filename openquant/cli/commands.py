@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..distributed import Ranks
     from ..evaluation.results import Evaluation
     from ..files.destination import Destination
-    from ..result import Preview, Result
+    from ..result import Result
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
@@ -83,12 +83,6 @@ class Call:
         from ..report.cells import join_lines
 
         return self.show(value, lambda *_: join_lines(lines))
-
-    def show_preview(self, preview: Preview) -> int:
-        """Print what the verb would do."""
-        from ..report.text import preview_text
-
-        return self.show(preview, preview_text)
 
     def say_written(self, *files: Path | Destination | None) -> None:
         """Say which files were written, after the result; with --json or --quiet nothing is said."""
@@ -257,12 +251,13 @@ def _find_push(call: Call) -> options.Push | None:
 
 def _push(call: Call) -> int:
     from ..api import preview_push, push, push_notes
+    from ..report.text import preview_text
 
     directory = call.given["directory"]
     target = _find_push(call)
     assert target is not None
     if call.command.dry_run:
-        return call.show_preview(preview_push(directory, target))
+        return call.show(preview_push(directory, target), preview_text)
 
     address = push(directory, target)
     call.interrupts.check()
@@ -373,33 +368,22 @@ def _search(call: Call) -> int:
 
 
 def _calibrate(call: Call) -> int:
-    from ..calibration.run import calibrate, preview_calibration
+    from ..calibration.run import calibrate
 
     ranks = call.ranks
-    chosen = call.values(options.Calibrate)
-    texts = call.values(options.CalibrationTexts)
-    if call.command.dry_run:
-        preview = preview_calibration(options.Calibrate(**chosen), options.CalibrationTexts(**texts))
-        return call.show_preview(preview) if ranks.first else 0
-
+    chosen = call.values(options.Calibrate, options.CalibrationTexts)
     with closing(console.Terminal(call.interrupts, call.command, ranks.first)) as reporter:
-        written = calibrate(**chosen, **texts, ranks=ranks, reporter=reporter)
+        written = calibrate(**chosen, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
     return call.show_lines({"calibration": str(written)}, [f"wrote {written}"])
 
 
 def _eval(call: Call) -> int:
-    from ..evaluation.run import evaluate, preview_evaluation
-    from ..result import Place
+    from ..evaluation.run import evaluate
 
     chosen = options.Evaluate(**call.values(options.Evaluate))
     page, figure = _find_page_and_figure(call, chosen)
-    if call.command.dry_run:
-        preview = preview_evaluation(chosen, options.Texts(**call.values(options.Texts)))
-        files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
-        return call.show_preview(replace(preview, writes=preview.writes + files)) if call.ranks.first else 0
-
     with closing(_Figures(call)) as reporter:
         evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if reporter.unprinted is not None:

@@ -316,8 +316,6 @@ def preview_text(preview: Preview, width: int | None = None) -> str:
         The text, lines separated by newlines.
     """
     rows = [("reads", _place_text(place)) for place in preview.reads]
-    if preview.download_bytes:
-        rows.append(("downloads", gigabytes(preview.download_bytes)))
     rows += [("does", text) for text in preview.does]
     rows += [("writes", _place_text(place)) for place in preview.writes]
     rows += [("note", note) for note in preview.notes]
