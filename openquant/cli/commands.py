@@ -195,27 +195,6 @@ def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
         return Ranks(), error
 
 
-def _page(call: Call) -> Destination | None:
-    """Return the page of `fit --search --report` after checking that it can be written; None without --report.
-
-    Raises:
-        UsageError: the page cannot be written, or would overwrite something.
-    """
-    name = call.command.report
-    if name is None:
-        return None
-
-    from ..files.destination import Destination, taken_by
-    from ..hub.source import model_folder
-    from ..report.html import PAGE, require_tools
-
-    require_tools("--report")
-    taken = taken_by([model_folder(call.given["model"])], options.files_read(call.given))
-    page = Destination(Path(name), "--report", PAGE, taken)
-    page.require()
-    return page
-
-
 def _scheme(call: Call) -> dict[str, str]:
     """Return the scheme of -w or --scheme as a keyword; empty if neither is given."""
     size = call.command.block_size
@@ -338,8 +317,6 @@ def _fit(call: Call) -> int:
         if name in call.given and name not in options.options_of(options.CompareSchemes):
             flag = options.flags_of(name, option)[-1]
             raise UsageError(f"{flag} is for --search", "give --search too, or leave it out")
-    if call.command.report is not None:
-        raise UsageError("--report is for --search", "give --search too, or leave it out")
 
     from ..fit.table import fit_table
     from ..report.fit import fit_text
@@ -352,18 +329,11 @@ def _search(call: Call) -> int:
     from ..report.fit import frontier_text
 
     command = call.command
-    page = _page(call)
     with closing(console.Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(options.Search), reporter=reporter)
     console.require_printed(reporter.failure)
-
-    if page is not None:
-        from ..report.html import render_page, searched_page
-
-        page.write(render_page(searched_page(found)).encode())
     if command.json or not command.quiet:
         call.show(found, frontier_text)
-    call.say_written(page)
     return 0
 
 
@@ -392,7 +362,7 @@ def _eval(call: Call) -> int:
     if call.ranks.first and (page is not None or figure is not None):
         from ..report.html import write_evaluated
 
-        write_evaluated(evaluation.outputs, (chosen.source, *chosen.outputs), page, figure)
+        write_evaluated(evaluation.outputs, page, figure)
     if call.ranks.first:
         call.say_written(*evaluation.written, page, figure)
     return _judge(call, evaluation, chosen.fail_above)

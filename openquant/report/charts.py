@@ -50,6 +50,8 @@ ROUTED = "#009e73"
 _INK = "#010203"
 # In inches: text is still legible when a chart fills the width of a phone.
 _SIZE = (4.4, 2.9)
+# Of what compares several outputs.
+_WIDE = 6.0
 STYLE: Any = {
     "font.size": 9.0,
     "font.family": "sans-serif",
@@ -325,42 +327,21 @@ def on_frontier(evaluations: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
-def comparison(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def comparison(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Draw size against KL of several outputs of one source.
 
     Args:
-        evaluations: for each output the content of its eval.json.
+        evaluations: the eval.json of each output.
 
     Returns:
-        Two SVG elements with the same content, for a screen and for a phone.
+        The SVG element.
     """
-    return _on_screen_and_phone(lambda axes: draw_comparison(axes, evaluations), _comparison_height(evaluations), -1)
-
-
-def _on_screen_and_phone(draw: Draw, height: float, number: int) -> tuple[str, str]:
-    return draw_svg(draw, (10.5, height), number), draw_svg(draw, (4.4, height), number - 1)
+    return draw_svg(lambda axes: draw_comparison(axes, evaluations), (_WIDE, _comparison_height(evaluations)), -1)
 
 
 def _comparison_height(evaluations: Sequence[Mapping[str, Any]]) -> float:
     """The height in inches of a picture of size against KL, with a line of the legend for each output."""
     return 4.0 + 0.17 * len(evaluations)
-
-
-def points_as_outputs(frontier: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what `comparison` needs to draw points of a search, whose noise floor is not known.
-
-    Args:
-        frontier: what `fit --search --json` prints.
-    """
-    return [
-        {
-            "output": {"name": point["name"]},
-            "sizes": {"output": point["bytes"], "source": frontier["source_bytes"]},
-            "kl": {"mean": point["kl"], "interval": point["interval"]},
-            "floor": {"kl": 0.0},
-        }
-        for point in frontier["points"]
-    ]
 
 
 def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -572,17 +553,17 @@ def draw_recovery(axes: Axes, rows: Sequence[Row]) -> None:
     draw_rows(axes, rows, 100, "recovery, % of the source's accuracy (200: or more)")
 
 
-def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Draw the recovery of several outputs.
 
     Args:
-        evaluations: for each output the content of its eval.json, in the order of the rows.
+        evaluations: the eval.json of each output that was asked tasks.
 
     Returns:
-        Two SVG elements with the same content, for a screen and for a phone.
+        The SVG element.
     """
     rows = recovery_rows(evaluations)
-    return _on_screen_and_phone(lambda axes: draw_recovery(axes, rows), rows_height(rows), -3)
+    return draw_svg(lambda axes: draw_recovery(axes, rows), (_WIDE, rows_height(rows)), -2)
 
 
 def recovery_of_tasks(evaluation: Mapping[str, Any], number: int = 0) -> str:
