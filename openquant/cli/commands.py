@@ -395,17 +395,15 @@ class _Figures(console.Terminal):
 
 def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     """Name the outputs above --fail-above; return the exit code."""
-    from ..evaluation.types import round_figure
-
     if limit is None:
         return 0
 
     above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
     for output in above:
-        mean = round_figure(output["kl"]["mean"], lambda kl: kl > limit)
         if call.ranks.first:
             console.say_lines(
-                [f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr
+                [f"{output['output']['name']}: mean KL {output['kl']['mean']:.3g} nats, above --fail-above {limit!r}"],
+                sys.stderr,
             )
     return EXIT_PROBLEMS if above else 0
 

@@ -187,7 +187,6 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         repo=repo,
         source=source,
         limits=types,
-        kl_text=types.kl_text,
         verdict_meaning=verdict_meaning,
         task_summary=task_summary,
         difference_text=difference_text,

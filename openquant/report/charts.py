@@ -33,7 +33,6 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from ..evaluation.types import kl_text
 from ..files.cards import evaluation_digest
 from ..version import __version__
 from .cells import gigabytes, per_cent, recovery_text, terminal, texts_origin
@@ -484,7 +483,7 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
     # Name, value, and what stands below them.
     rows = [
         ("size", gigabytes(sizes["output"]), f"{share} of the source's {gigabytes(sizes['source'])}"),
-        ("mean KL", f"{kl_text(kl['mean'], floor['kl'])} nats", certainty),
+        ("mean KL", f"{kl['mean']:.3g} nats", certainty),
         ("floor", f"{floor['kl']:.3g} nats", "the source with bfloat16's noise"),
         ("same top token", f"{100 * evaluation['top1']:.2f} %", f"floor: {100 * floor['top1']:.2f} %"),
         ("perplexity", f"{perplexity['output']:.4g}", f"source: {perplexity['source']:.4g}"),

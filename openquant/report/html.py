@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import UsageError
-from ..evaluation.types import kl_text
 from ..files.cards import evaluation_digest
 from ..files.destination import Destination, FileKind
 from ..files.model_files import EVAL_PAGE, EVAL_PICTURE
@@ -82,7 +81,6 @@ def render_page(evaluations: Sequence[Mapping[str, Any]]) -> str:
     filters: dict[str, Callable[..., Any]] = {
         "size": gigabytes,
         "number": _number,
-        "mean_kl": lambda evaluation: kl_text(evaluation["kl"]["mean"], evaluation["floor"]["kl"]),
         "of": per_cent,
         "percent": lambda share: f"{100 * share:.4g} %",
         "interval": lambda edges: " to ".join(map(_number, edges or ())),

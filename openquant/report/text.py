@@ -10,7 +10,6 @@ from typing import Any
 from ..data.tokenizer import FILES as TOKENIZER_FILES
 from ..data.tokenizer import SETTINGS
 from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
-from ..evaluation.types import kl_text
 from ..files.destination import DiskSpace
 from ..formats.format import Format
 from ..formats.schemes import SCHEMES
@@ -428,18 +427,18 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     size = gigabytes(outputs[0]["sizes"]["source"])
     perplexity = _number(outputs[0]["perplexity"]["source"])
     rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", perplexity))
-    rows.append(("  noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"])))
+    rows.append(("  noise: the floor", "", *_kl(floor), percent(floor["top1"]), _number(floor["perplexity"])))
 
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         name = terminal(output["output"]["name"])
         size = gigabytes(output["sizes"]["output"])
-        rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), _number(output["perplexity"]["output"])))
+        rows.append((name, size, *_kl(kl), percent(output["top1"]), _number(output["perplexity"]["output"])))
 
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
-            rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells))
+            rows.append(("  its weights alone", "", *_kl(weights_only), *cells))
 
     lines += table(rows, width=width)
 
@@ -488,9 +487,9 @@ def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
     return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
 
 
-def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str]:
+def _kl(figures: Mapping[str, Any]) -> tuple[str, str]:
     interval = "..".join(f"{edge:.2g}" for edge in figures["interval"] or ())
-    return kl_text(figures["kl"], floor["kl"]), interval
+    return f"{figures['kl']:.3g}", interval
 
 
 def _number(value: float) -> str:
