@@ -22,16 +22,14 @@ each with a point and its 95 % interval.
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..files.cards import evaluation_digest
 from ..version import __version__
@@ -140,8 +138,8 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     visible = [number for number, share in enumerate(largest) if share > 0.005]
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(plain_label)
-    axes.xaxis.set_minor_formatter(no_label)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
     if visible:
         axes.set_xlim(edges[visible[0]], edges[visible[-1] + 1])
@@ -153,76 +151,34 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     axes.legend([(filled, hatched), curve], [NOISE, "output"], frameon=False, loc="upper left", fontsize=8)
 
 
-def plain_label(value: float, _: float) -> str:
-    """Format a tick of a logarithmic axis; for `set_major_formatter`."""
-    return f"{value:g}"
-
-
-def no_label(value: float, _: float) -> str:
-    """Leave a tick of a logarithmic axis without a label; for `set_minor_formatter`."""
-    del value
-    return ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a chart: a point and its 95 % interval; a value of None has no point."""
-
-    name: str
-    value: float | None
-    interval: Sequence[float] | None
-
-
-def draw_rows(axes: Axes, rows: Sequence[Row], reference: float, label: str) -> None:
-    """Draw a point and an interval for each row, the first row at the top.
-
-    Args:
-        axes: matplotlib's axes.
-        rows: the rows.
-        reference: value of the line to compare with, such as the noise floor.
-        label: what the values are.
-    """
-    for number, row in enumerate(rows):
-        if row.interval:
-            axes.plot(row.interval, [number] * 2, color=OUTPUT, linewidth=3, alpha=0.5, solid_capstyle="butt")
-        if row.value is not None:
-            axes.plot(row.value, number, "o", color=OUTPUT)
-
-    axes.axvline(reference, color=FLOOR, linestyle="--")
-    axes.set_yticks(range(len(rows)), chart_names([row.name for row in rows]))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.set_xlabel(label)
-
-
-def rows_height(rows: Sequence[Row]) -> float:
-    """Return the height in inches that a chart of these rows needs."""
-    return max(1.6, 0.9 + 0.3 * len(rows))
-
-
 def by_part(evaluation: Mapping[str, Any], parts: str, number: int = 0) -> str:
     """Draw the mean KL of each part of the positions, of the first twenty.
 
     Args:
-        evaluation: the content of an eval.json.
-        parts: what divides the positions: "confidence" (the source's largest probability), "domain" or "position".
-        number: number of the evaluation on its page.
+        evaluation: an eval.json.
+        parts: how the positions are divided: "confidence", "domain" or "position".
+        number: that of the evaluation on the page.
 
     Returns:
-        An SVG element, "<svg ..>..</svg>".
+        The SVG element.
     """
-    entries = [entry for entry in evaluation[f"kl_by_{parts}"] if entry["kl"] is not None]
-    rows = [Row(_part_name(entry), entry["kl"], entry.get("interval")) for entry in entries[:20]]
+    entries = [entry for entry in evaluation[f"kl_by_{parts}"] if entry["kl"] is not None][:20]
 
     def draw(axes: Axes) -> None:
-        draw_rows(axes, rows, evaluation["floor"]["kl"], "mean KL, nats (dashed: the floor)")
+        for row, entry in enumerate(entries):
+            if entry.get("interval"):
+                axes.plot(entry["interval"], [row] * 2, color=OUTPUT, linewidth=3, alpha=0.5, solid_capstyle="butt")
+            axes.plot(entry["kl"], row, "o", color=OUTPUT)
+
+        axes.axvline(evaluation["floor"]["kl"], color=FLOOR, linestyle="--")
+        names = [entry.get("domain") or f"{entry['from']:g} to {entry['to']:g}" for entry in entries]
+        axes.set_yticks(range(len(entries)), map(chart_name, names))
+        axes.set_ylim(len(entries) - 0.5, -0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.set_xlabel("mean KL, nats (dashed: the floor)")
         axes.set_xlim(left=0)
 
-    return draw_svg(draw, (_SIZE[0], rows_height(rows)), number)
-
-
-def _part_name(entry: Mapping[str, Any]) -> str:
-    return entry.get("domain") or f"{entry['from']:g} to {entry['to']:g}"
+    return draw_svg(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(entries))), number)
 
 
 def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
@@ -257,8 +213,8 @@ def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
 
         if any(layer["distance"] > 0 for layer in layers):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(plain_label)
-            axes.yaxis.set_minor_formatter(no_label)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
 
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("layer")
@@ -280,20 +236,6 @@ def chart_name(text: str, most: int = 24) -> str:
         return text
     half = (most - 3) // 2
     return f"{text[:half]}...{text[-half:]}"
-
-
-def chart_names(texts: Sequence[str], most: int = 24) -> list[str]:
-    """Return names as a chart shows them; if some are long, all of them without the beginning that they share.
-
-    Args:
-        texts: the names.
-        most: as of `chart_name`.
-    """
-    start = 0
-    if len(texts) > 1 and max(map(len, texts)) > most:
-        shared = os.path.commonprefix(list(texts))  # noqa: RUF071  (of characters)
-        start = 1 + max(map(shared.rfind, "-_/ "))
-    return [chart_name(text[start:], most) for text in texts]
 
 
 # A KL up to this is shown as zero.
@@ -370,14 +312,13 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     line = sorted((size, height) for size, height, good in zip(sizes, heights, best, strict=True) if good)
     axes.step(*zip(*line, strict=True), where="post", color=OUTPUT, linewidth=1.2, alpha=0.7, label=FRONTIER)
 
-    names = chart_names([evaluation["output"]["name"] for evaluation in evaluations], 40)
     for number, evaluation in enumerate(evaluations):
         spot = (sizes[number], heights[number])
         interval = evaluation["kl"]["interval"]
         if interval:
             axes.plot([spot[0]] * 2, [max(edge, low) for edge in interval], color=OUTPUT, linewidth=2, alpha=0.5)
 
-        name = f"{number + 1}: {names[number]}"
+        name = f"{number + 1}: {chart_name(evaluation['output']['name'], 40)}"
         if heights[number] != kls[number]:
             name += f", KL {kls[number]:.2g}"
         fill = OUTPUT if best[number] else "none"
@@ -392,8 +333,8 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     axes.xaxis.set_major_formatter(lambda size, _: _size_label(size, source))
     if high / low < 100:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(plain_label)
-    axes.yaxis.set_minor_formatter(no_label)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("size, and per cent of the source's" if source else "size")
     axes.set_ylabel("mean KL, nats (logarithmic)")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, borderaxespad=0.2)
@@ -431,14 +372,11 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
         The bytes of the PNG. Its metadata name the evaluations by their digests (`evaluation_digest`).
     """
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
-        rows = recovery_rows(by_kl(evaluations)) if len(evaluations) > 1 else []
-        heights = [4.2]
+        height = 4.2
         if len(evaluations) > 1:
-            heights = [_comparison_height(evaluations)]
-        if rows:
-            heights.append(rows_height(rows))
+            height = _comparison_height(evaluations)
 
-        figure = Figure((8.0, sum(heights)), layout="constrained", facecolor="white")
+        figure = Figure((8.0, height), layout="constrained", facecolor="white")
         target = io.BytesIO()
         metadata: dict[str, Any] = {
             "Software": f"openquant {__version__}",
@@ -452,10 +390,7 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
                 name = chart_name(evaluations[0]["source"]["name"], 60)
                 _set_title(figure, f"{len(evaluations)} outputs of {name}")
                 _set_caption(figure, evaluations[0], "bars are 95 % intervals; ")
-                axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-                draw_comparison(axes[0], evaluations)
-                if rows:
-                    draw_recovery(axes[1], rows)
+                draw_comparison(figure.subplots(), evaluations)
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
 
     return target.getvalue()
@@ -519,64 +454,3 @@ def _set_caption(figure: Figure, evaluation: Mapping[str, Any], start: str) -> N
 
 def _set_title(figure: Figure, text: str) -> None:
     figure.suptitle(text, fontsize=15, fontweight="bold")
-
-
-def recovery_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Make a row for each output that was asked tasks.
-
-    Args:
-        evaluations: for each output the content of its eval.json.
-    """
-    asked = [evaluation for evaluation in evaluations if "tasks" in evaluation]
-    return [_recovery_row(one["output"]["name"], one["tasks"]["mean"][0]) for one in asked]
-
-
-def _recovery_row(name: str, metric: Mapping[str, Any]) -> Row:
-    """A row of per cent; what lies beyond 200 is at the edge: with one right answer a recovery may be 500 %."""
-
-    def limited(recovery: float) -> float:
-        return 100 * min(max(recovery, 0.0), 2.0)
-
-    recovery = metric["recovery"]
-    value = None if recovery is None else limited(recovery)
-    return Row(name, value, [limited(edge) for edge in metric["recovery_interval"] or ()])
-
-
-def draw_recovery(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw recoveries into axes, beside the line of the source.
-
-    Args:
-        axes: matplotlib's axes.
-        rows: the rows.
-    """
-    draw_rows(axes, rows, 100, "recovery, % of the source's accuracy (200: or more)")
-
-
-def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the recovery of several outputs.
-
-    Args:
-        evaluations: the eval.json of each output that was asked tasks.
-
-    Returns:
-        The SVG element.
-    """
-    rows = recovery_rows(evaluations)
-    return draw_svg(lambda axes: draw_recovery(axes, rows), (_WIDE, rows_height(rows)), -2)
-
-
-def recovery_of_tasks(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw the recovery of one output in each task, and the mean of all.
-
-    Args:
-        evaluation: the content of an eval.json, with tasks.
-        number: number of the evaluation on its page.
-
-    Returns:
-        An SVG element, "<svg ..>..</svg>".
-    """
-    tasks = evaluation["tasks"]
-    rows = [_recovery_row(figures["task"], figures["metrics"][0]) for figures in tasks["tasks"][:40]]
-    if len(rows) != 1:
-        rows = [_recovery_row("mean of tasks", tasks["mean"][0]), *rows]
-    return draw_svg(lambda axes: draw_recovery(axes, rows), (_SIZE[0], rows_height(rows)), number)
