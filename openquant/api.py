@@ -498,7 +498,7 @@ def diagnose(request: Diagnose, reporter: Reporter | None = None) -> Diagnosis:
         # More threads bring nothing and take long to start.
         limit = max(MOST_WORKERS, available_cpus())
         threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
-        layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
+        layers, not_finite = diagnose_layers(plan, supply, threads, progress)
 
     rows = sum(layer.shape[0] for layer in layers)
     return Diagnosis(

@@ -853,7 +853,6 @@ class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
         "tensor", "Scheme to compare the others with.", QUANTIZATION, "NAME", choices=tuple(SCHEME_NAMES)
     )
     ignore: Sequence[str] = same_as(Recipe, "ignore")
-    full: bool = option(False, "Measure all rows of each layer, not a part of them.", EXECUTION)
     architecture: str | None = same_as(Recipe, "architecture")
 
     def __post_init__(self) -> None:

@@ -357,7 +357,7 @@ _VERBS = (
         "Estimate the quantization error of each layer from its weights.",
         "MODEL [options]",
         (options.Diagnose, "verbose", "json", "progress"),
-        examples=("Qwen/Qwen3-32B --stream", "Qwen3-32B --full --scheme block"),
+        examples=("Qwen/Qwen3-32B --stream", "Qwen3-32B --scheme block"),
         positional=("model",),
         helps={"scratch": "Scratch directory (default: the working directory).", "verbose": "List every layer."},
     ),

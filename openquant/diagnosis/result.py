@@ -79,7 +79,7 @@ class Diagnosis:
         revision: its commit on the Hub; None for a local model.
         architecture: name of the architecture whose registry entry was used.
         scheme: name of the requested scheme.
-        rows_read: share of all rows that was measured; 1.0 with `full`.
+        rows_read: share of all rows that was measured.
         layers: every layer that the scheme would quantize, in the order of the checkpoint.
         normal: row errors of normally distributed weights, by scheme.
         bytes: size of the output's tensors.
