@@ -932,10 +932,6 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("an output is given twice", "give each once")
 
         object.__setattr__(self, "tasks", tuple(name for task in self.tasks for name in _task_names(task)))
-        if not all(os.fspath(task).strip() for task in self.tasks):
-            raise UsageError("--tasks has an empty name", "separate tasks by single commas")
-        if len({os.fspath(task) for task in self.tasks}) < len(self.tasks):
-            raise UsageError("a task is given twice", "give each once")
         if self.limit is not None and not self.tasks:
             raise UsageError("--limit is for --tasks", "give --tasks too, or leave --limit out")
         if self.limit is not None and self.limit < 1:
