@@ -70,38 +70,27 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
     return {"format": FORMAT, "openquant": __version__, "options": {"scheme": recipe.scheme, **options}}
 
 
-def option_words(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Convert options of a recipe to flags and values of the command line.
-
-    Args:
-        options: "options" of a recipe: JSON values by the names of the options, such as
-            {"scheme": "int4", "gptq": true}.
-
-    Returns:
-        Flags with their values, None for a switch: [("--scheme", "int4"), ("--gptq", None)]. Options that may be
-        repeated are there once for each value.
-    """
-    allowed = _allowed_options()
-    words: list[tuple[str, str | None]] = []
-    for name, value in options.items():
-        flag = flags_of(name, allowed[name])[-1]
-        if value is True:
-            words.append((flag, None))
-        elif isinstance(value, Mapping):
-            words += [(flag, f"{pattern}={scheme}") for pattern, scheme in value.items()]
-        else:
-            words += [(flag, str(item)) for item in (value if isinstance(value, list) else [value])]
-    return words
-
-
 def recipe_command(options: Mapping[str, Any]) -> str:
     """Convert options of a recipe to a line for a shell: "--scheme int4 --ignore '**.down_proj'".
 
     Args:
         options: "options" of a recipe: JSON values by the names of the options, such as
-            {"scheme": "int4", "gptq": true}.
+            {"scheme": "int4", "gptq": true}. Those that may be repeated have several values.
     """
-    return shlex.join(word for pair in option_words(options) for word in pair if word is not None)
+    allowed = _allowed_options()
+    words: list[str] = []
+    for name, value in options.items():
+        flag = flags_of(name, allowed[name])[-1]
+        if value is True:
+            words.append(flag)
+            continue
+
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, Mapping):
+            values = [f"{pattern}={scheme}" for pattern, scheme in value.items()]
+        for one in values:
+            words += [flag, str(one)]
+    return shlex.join(words)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

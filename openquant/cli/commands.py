@@ -473,16 +473,11 @@ def _web(call: Call) -> int:
 
 
 def _completion(call: Call) -> int:
-    shell = call.given["shell"]
-    script = _completion_script(shell)
-    return call.show({"shell": shell, "script": script}, lambda *_: script, coloured=False)
-
-
-def _completion_script(shell: str) -> str:
-    """Return the script that makes a shell complete `openquant` and `compress-fp8`."""
     import shtab
 
-    return "\n".join(shtab.complete(parser, shell) for parser in (verb_parser(), compress_parser("compress-fp8")))
+    shell = call.given["shell"]
+    script = "\n".join(shtab.complete(parser, shell) for parser in (verb_parser(), compress_parser("compress-fp8")))
+    return call.show({"shell": shell, "script": script}, lambda *_: script, coloured=False)
 
 
 def _env(call: Call) -> int:

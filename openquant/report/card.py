@@ -150,12 +150,8 @@ def with_notes(card: str, notes: Sequence[str]) -> str:
     Returns:
         The text of the new README.md.
     """
-    lines = "".join(f"{_note(note)}\n\n" for note in notes)
+    lines = "".join(f"> Note: {markdown(note)}\n\n" for note in notes)
     return card.replace(f"{cards.MADE_HEADING}\n", f"{lines}{cards.MADE_HEADING}\n", 1)
-
-
-def _note(note: str) -> str:
-    return f"> Note: {markdown(note)}"
 
 
 def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture: str | None = None) -> str:
@@ -199,14 +195,15 @@ def _fill(name: str, **values: Any) -> str:
     """Fill a template. What a terminal obeys in a value is escaped, newlines too."""
     filters = {
         "markdown": markdown,
-        "literal": _literal,
+        # Patterns, such as "**.o_proj", are no emphasis.
+        "literal": lambda line: re.sub(r"[*<`[]", r"\\\g<0>", line),
         "dataset_value": dataset_value,
         "shell_word": cards.shell_word,
         "size": gigabytes,
         "percent": percent,
         "interval": _interval,
         "texts_from": _texts_from,
-        "size_and_origin": _size_and_origin,
+        "size_and_origin": lambda texts: f"{markdown(tokens_of(texts))}{_texts_from(texts)}",
         "excerpt": lambda text: markdown(shorten(text.strip(), _TEXT_LENGTH)),
         "sentence": lambda text: f"{text[0].upper()}{text[1:]}.",
         "hardware": _hardware,
@@ -475,11 +472,6 @@ def _computed_on(plan: Plan) -> dict[str, dict[str, list[str]]]:
     return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)}
 
 
-def _literal(line: str) -> str:
-    """Return a line of Markdown; patterns in it, such as "**.o_proj", are no emphasis."""
-    return re.sub(r"[*<`[]", lambda match: chr(92) + match[0], line)
-
-
 def _title(name: str) -> str:
     """Return a name as one line of Markdown without HTML."""
     if _SAFE.fullmatch(name):
@@ -571,11 +563,6 @@ def _name_engines(computed: Mapping[str, Mapping[str, list[str]]]) -> str:
         if names:
             engines_by_devices.setdefault(_devices(names), []).append(engine)
     return ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in engines_by_devices.items())
-
-
-def _size_and_origin(texts: Mapping[str, Any]) -> str:
-    """Say how many calibration texts there were, and which: "128 x 512 tokens (prose.txt)"."""
-    return f"{markdown(tokens_of(texts))}{_texts_from(texts)}"
 
 
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:

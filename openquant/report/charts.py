@@ -33,7 +33,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..files.cards import evaluation_digest
 from ..version import __version__
-from .cells import gigabytes, per_cent, recovery_text, terminal, texts_origin
+from .cells import gigabytes, per_cent, share_text, terminal, texts_origin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -437,7 +437,7 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
 def _recovery_and_basis(tasks: Mapping[str, Any]) -> tuple[str, str]:
     """Return the recovery and what it is of; no figure in large letters if chance alone may give it."""
     metric = tasks["mean"][0]
-    recovery = recovery_text(metric)
+    recovery = share_text(metric["recovery"])
     low, high = metric["recovery_interval"] or (0.0, 0.0)
     if low <= 1 <= high:
         return "within chance", f"{recovery} of {tasks['pooled']['questions']:,} questions"

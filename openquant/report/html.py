@@ -37,16 +37,12 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _SOFTWARE = b"tEXtSoftware\0openquant "
 
 
-def _is_page(file: BinaryIO) -> bool:
-    return _GENERATOR in file.read(_BEGINNING)
-
-
 def _is_picture(file: BinaryIO) -> bool:
     data = file.read(_BEGINNING)
     return data.startswith(_PNG) and _SOFTWARE in data
 
 
-PAGE = FileKind("a page", _is_page, EVAL_PAGE)
+PAGE = FileKind("a page", lambda file: _GENERATOR in file.read(_BEGINNING), EVAL_PAGE)
 PICTURE = FileKind("a picture", _is_picture, EVAL_PICTURE)
 
 

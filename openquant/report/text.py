@@ -11,7 +11,6 @@ from ..data.tokenizer import FILES as TOKENIZER_FILES
 from ..data.tokenizer import SETTINGS
 from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
 from ..files.destination import DiskSpace
-from ..formats.format import Format
 from ..formats.schemes import SCHEMES
 from ..hub.source import Download
 from ..patterns import collapse
@@ -23,7 +22,6 @@ from ..plan.serving import CACHED, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
-from ..weights.weight import Weight
 from .card import (
     SIDES,
     answers,
@@ -93,7 +91,10 @@ def plan_text(
 
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     last = [f"note: {note}" for note in (*plan.notes, *notes)]
-    if any(_is_rounded_again(weight, scheme.format) for weight, scheme in plan.decisions.quantized):
+    if any(
+        weight.format is not None and not weight.is_stored_as(scheme.format) and not weight.divides_into(scheme.format)
+        for weight, scheme in plan.decisions.quantized
+    ):
         last.insert(0, "note: the source is quantized already, and is rounded a second time (docs/sources.md)")
     if plan.decoded.left_out:
         last.insert(0, f"left out: {', '.join(plan.decoded.left_out)}")
@@ -143,10 +144,6 @@ def _becomes(line: PlanLine) -> str:
     if line.why == CACHED:
         return "scale"
     return "keep"
-
-
-def _is_rounded_again(weight: Weight, fmt: Format) -> bool:
-    return weight.format is not None and not weight.is_stored_as(fmt) and not weight.divides_into(fmt)
 
 
 def _facts(plan: Plan, download: Download, space: DiskSpace | None) -> list[str]:
