@@ -19,7 +19,6 @@ _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 _LONGEST = 1000
 _LOG_IN_HINT = "log in with a token that may (hf auth login), or push to a repository of your own"
 WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
-CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 
 # The server's reason when an account is full, which no login changes.
 _FULL = re.compile(r"storage.{0,40}limit|limit.{0,40}storage|storage.{0,40}quota", re.IGNORECASE)
