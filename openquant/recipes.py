@@ -216,9 +216,7 @@ def gptq_texts(recipe: Recipe, account: Mapping[str, Any]) -> dict[str, Any] | N
 def _require_use(recipe: Recipe, needs_scales: bool) -> None:
     """Refuse a calibration, GPTQ, SmoothQuant or AWQ that the schemes have no use for."""
     smoothing = recipe.awq or recipe.smooth is not None
-    if recipe.gptq:
-        _require_texts(recipe, needs_scales or smoothing)
-    elif recipe.tune:
+    if recipe.tune and not recipe.gptq:
         raise UsageError("--tune says how GPTQ weighs tokens and outputs", "give --gptq too")
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
@@ -235,15 +233,6 @@ def _require_use(recipe: Recipe, needs_scales: bool) -> None:
             f"nothing uses {option}",
             "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
             f"{option} out",
-        )
-
-
-def _require_texts(recipe: Recipe, calibrated: bool) -> None:
-    """Refuse a calibration file that nothing uses: GPTQ runs the texts itself."""
-    if recipe.calibration is not None and not calibrated:
-        raise UsageError(
-            "GPTQ needs Hessians, which a calibration file does not have: nothing uses --calibration",
-            "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
         )
 
 
@@ -284,12 +273,6 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
 
     if recipe.no_search:
-        if not any(scheme.searches_scales for scheme in (chosen, *(other for _, other in others))):
-            *names, last = (name for name, scheme in SCHEMES.items() if scheme.searches_scales)
-            raise UsageError(
-                f"--scheme {recipe.scheme} searches for no scales",
-                f"use --scheme {', '.join(names)} or {last}, or leave --no-search out",
-            )
         others = tuple((pattern, other.unsearched) for pattern, other in others)
         chosen = chosen.unsearched
     return chosen, others
