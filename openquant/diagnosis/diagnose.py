@@ -57,18 +57,8 @@ def sample_step(shape: tuple[int, int]) -> int:
     return min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
 
 
-class MeasuredCheckpoint(NamedTuple):
-    """What was measured of a checkpoint.
-
-    Attributes:
-        layers: diagnosis of every layer that the plan quantizes, in the order of the checkpoint.
-        not_finite: counts of NaN and infinities in tensors that stay unquantized, by tensor name.
-    """
-
-    layers: tuple[LayerDiagnosis, ...]
-    not_finite: dict[str, NonFinite]
-
-
+# The layers, in the order of the plan; and NaN and infinities of tensors that stay unquantized, by name.
+Measured = tuple[tuple[LayerDiagnosis, ...], dict[str, NonFinite]]
 # Fused layers, which share per-tensor and global scales; or a tensor that stays unquantized.
 Task = tuple[Weight, ...] | TensorInfo
 
@@ -94,9 +84,7 @@ def shards_to_read(plan: Plan) -> dict[str, list[str]]:
     return {shard: sorted(names) for shard, names in needs.items()}
 
 
-def diagnose_layers(
-    plan: Plan, provider: ShardProvider, workers: int, progress: Progress | None = None
-) -> MeasuredCheckpoint:
+def diagnose_layers(plan: Plan, provider: ShardProvider, workers: int, progress: Progress | None = None) -> Measured:
     """Measure every layer that a plan quantizes, and look for NaN and infinity in all other tensors.
 
     Args:
@@ -157,10 +145,10 @@ class _DiagnosisRun:
         self.diagnoses: dict[str, LayerDiagnosis] = {}
         self.not_finite: dict[str, NonFinite] = {}
 
-    def run(self, workers: int) -> MeasuredCheckpoint:
+    def run(self, workers: int) -> Measured:
         work_as_shards_arrive(self.tasks, self.provider, self._begin, workers, self.stopped)
         layers = tuple(self.diagnoses[module] for module in self.plan.layers if module in self.diagnoses)
-        return MeasuredCheckpoint(layers, dict(sorted(self.not_finite.items())))
+        return layers, dict(sorted(self.not_finite.items()))
 
     def _begin(self) -> Callable[[Task], None]:
         return partial(self._measure, Reader(self.plan.decoded.where, self.provider.path))

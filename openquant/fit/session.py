@@ -157,7 +157,7 @@ class Session:
 
     def measure(self, corpus: Corpus, mixtures: Sequence[Mixture]) -> Sequence[Sequence[DocumentRecord]]:
         """Run the source and mixtures of it over texts, and return the figures of each document for each mixture."""
-        return self._measure(corpus, mixtures).records
+        return self._measure(corpus, mixtures)[0]
 
     def corpus(self) -> Corpus:
         """Read the texts that mixtures are compared on."""

@@ -175,14 +175,22 @@ class Publisher:
             PushError: the user is not logged in, or may not read it.
             UsageError: its name is not valid.
         """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
         with push_errors(self.repo):
             user = user_name(self.repo)
             if "/" not in self.repo:
                 self.repo = f"{user}/{self.repo}"
-            repository = find_repository(self.repo)
+            try:
+                repository = with_retries(lambda: HfApi().model_info(self.repo, files_metadata=True))
+            except GatedRepoError:
+                raise
+            except RepositoryNotFoundError:
+                return None
+
         # The current name, if it was renamed or has other capital letters.
-        if repository is not None:
-            self.repo = repository.id
+        self.repo = repository.id
         return repository
 
     def _is_ours(self, name: str, sha256: str) -> bool:
@@ -469,31 +477,6 @@ def user_name(repo: str) -> str:
     if token.get("role") == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", WRITE_TOKEN_HINT)
     return str(user["name"])
-
-
-def find_repository(name: str) -> ModelInfo | None:
-    """Return the Hub's information on a repository.
-
-    Args:
-        name: "org/name"; it may be a former name.
-
-    Returns:
-        huggingface_hub's ModelInfo, with the size and digest of each file; None if there is no such repository or the
-        user cannot see it.
-
-    Raises:
-        HFValidationError: it is no possible name.
-        GatedRepoError: the repository is gated, and the user has no access to it.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        return with_retries(lambda: HfApi().model_info(name, files_metadata=True))
-    except GatedRepoError:
-        raise
-    except RepositoryNotFoundError:
-        return None
 
 
 def has_private_base(card: str) -> bool:

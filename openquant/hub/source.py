@@ -210,7 +210,7 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
     """
     path = Path(model)
     with readable():
-        if _exists(path):
+        if path.exists():
             return path
     from huggingface_hub import constants
 
@@ -238,7 +238,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
         raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
 
     with readable():
-        exists = _exists(path)
+        exists = path.exists()
     if exists and revision is not None:
         kind = "directory" if path.is_dir() else "file"
         raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
@@ -254,15 +254,6 @@ def find_source(model: str, revision: str | None = None) -> Source:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
 
     return repository_source(repo, pinned or revision)
-
-
-def _exists(path: Path) -> bool:
-    """Whether a path exists. Unlike Path.exists() in Python 3.14, raises if that cannot be looked up."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return True
 
 
 def local_source(path: Path) -> Source:

@@ -291,12 +291,9 @@ def test_an_evaluation_is_added_to_an_open_pull_request(site: Site, evaluated: P
 
 def test_an_evaluation_that_cannot_be_added(site: Site, evaluated: Path, subtests: pytest.Subtests) -> None:
     found = json.loads(evaluated.read_bytes())
-    replaces = f"{evaluated} is a file: an evaluation goes into a repository that exists, and replaces no weights"
     several = f"{evaluated} has the figures of 2 outputs, and a repository holds one"
     before = site.hub.commits("user/name")
     for words, figures, says in (
-        (["user/name", "--private"], found, replaces),
-        (["user/name", "--replace-weights"], found, replaces),
         (["user/name"], found | {"output": {"name": "x", "digest": "0" * 64}},
          f"{evaluated} is not of the model in user/name@"),
         (["other"], found, "user/other does not exist, so nothing in it was evaluated"),
