@@ -889,14 +889,13 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     prompts: str | os.PathLike[str] | None = file_option(
         None,
         "File of prompts: one per line, or JSON Lines. The source and the outputs answer them side by side. Default: "
-        "built-in prompts. With `stream` there are no prompts: the models are compared along a text.",
+        "built-in prompts. With `stream` there are no prompts.",
         TEXTS,
         "FILE",
     )
     no_prompts: bool = option(
         False,
-        "Answer no prompts, not even the built-in ones. JSON and page then show predictions along a text, as with "
-        "`stream`.",
+        "Answer no prompts, not even the built-in ones.",
         TEXTS,
     )
     kv_cache: CacheScheme = option(
