@@ -20,7 +20,7 @@ from .files.checkpoint import Checkpoint, Fingerprint, Stamp
 from .files.destination import WeightFacts
 from .files.output import Claim, OutputContents, refuse_overlap
 from .hub.publish import AT_ONCE, Publisher
-from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
+from .hub.source import Source, find_source, memory_needed, scratch_bytes
 from .machine import COMPILED_MEMORY, available_cpus, find_device
 from .options import Run
 from .plan import summary
@@ -252,23 +252,15 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def expected_download(source: Source, plan: Plan) -> Download:
-    """Return what a run has still to download from the Hub.
+def expected_download(source: Source, plan: Plan) -> tuple[int, int]:
+    """Return how many bytes a run has still to download from the Hub, and how many of them lie on disk with `stream`.
 
     Args:
-        source: where the checkpoint comes from.
-        plan: the plan of this source.
-
-    Returns:
-        Sizes in bytes of shards and other files, and of the scratch disk that streamed shards take.
+        source: where the model comes from.
+        plan: the plan.
     """
-    others = [name for name in plan.files if name in source.absent]
-    return Download(
-        source.remote_bytes([*plan.source.shards, *others]),
-        scratch_bytes(source, source_needs(source, plan)),
-        len(others),
-        source.remote_bytes(others),
-    )
+    nbytes = source.remote_bytes([*plan.source.shards, *plan.files])
+    return nbytes, scratch_bytes(source, source_needs(source, plan))
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:

@@ -529,23 +529,6 @@ _CLIENT_FOLDER = ".cache"
 _OF_OUTPUTS = (model_files.JOURNAL_FILE, model_files.EVAL_FILE)
 
 
-@dataclass(frozen=True)
-class Download:
-    """The size of what a run downloads from the Hub.
-
-    Attributes:
-        nbytes: size of all shards and files in bytes.
-        streamed: the most bytes of shards that are on disk at a time if they are streamed.
-        files: number of files that are not shards.
-        file_bytes: their size in bytes.
-    """
-
-    nbytes: int
-    streamed: int
-    files: int
-    file_bytes: int
-
-
 def memory_needed(source: Source) -> int:
     """Return the most bytes of memory that downloading a source's shards needs; 0 if all shards are on disk."""
     largest = sorted((file.size for file in source.remote.values()), reverse=True)[:CONNECTIONS]

@@ -12,7 +12,6 @@ from ..data.tokenizer import SETTINGS
 from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
 from ..files.destination import DiskSpace
 from ..formats.schemes import SCHEMES
-from ..hub.source import Download
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import rounded_bytes
@@ -56,7 +55,7 @@ def plan_text(
     plan: Plan,
     model: str,
     output: Path,
-    download: Download,
+    download: tuple[int, int],
     notes: Sequence[str],
     space: DiskSpace | None = None,
     width: int | None = None,
@@ -67,7 +66,7 @@ def plan_text(
         plan: the plan.
         model: the source's name.
         output: the output directory.
-        download: sizes of the files that are fetched from the Hub.
+        download: bytes that are fetched from the Hub, and the most shards of them on disk with --stream.
         notes: notes on the download and the disk.
         space: the disk space that the run needs; None if it is not known.
         width: the most characters of a line; None for any number.
@@ -145,15 +144,15 @@ def _becomes(line: PlanLine) -> str:
     return "keep"
 
 
-def _facts(plan: Plan, download: Download, space: DiskSpace | None) -> list[str]:
+def _facts(plan: Plan, download: tuple[int, int], space: DiskSpace | None) -> list[str]:
     after = summary.output_bytes(plan)
     weights = f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}"
     if plan.scheme is not None or not plan.quantization_config:
         weights += f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
 
     lines = [weights, _disk_line(plan, after, space)]
-    if download.nbytes:
-        lines.append(_download_line(download, space))
+    if download[0]:
+        lines.append(_download_line(*download, space))
 
     serving = summary.serving(plan)
     fewest = serving and serving[1].fewest
@@ -180,13 +179,10 @@ def _disk_line(plan: Plan, weights: int, space: DiskSpace | None) -> str:
     return line
 
 
-def _download_line(download: Download, space: DiskSpace | None) -> str:
+def _download_line(nbytes: int, at_a_time: int, space: DiskSpace | None) -> str:
     """Say how much is downloaded, and where it goes."""
-    line = f"download: {gigabytes(download.nbytes)}"
-    if download.files:
-        line += f" ({gigabytes(download.file_bytes)} in {count_of(download.files, 'other file')})"
-
-    streamed = download.streamed and f"{gigabytes(download.streamed)} at a time"
+    line = f"download: {gigabytes(nbytes)}"
+    streamed = at_a_time and f"{gigabytes(at_a_time)} at a time"
     if space and space.streamed:
         return line + optional(", of which {}", streamed)
     return f"{line} to the Hub's cache{optional(', or with --stream {}', streamed)}"
