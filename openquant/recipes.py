@@ -103,8 +103,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         Options by their names in Python: {"scheme": "int4", "gptq": True}.
 
     Raises:
-        UsageError: the file has no recipe, one of another version's format, or one with something that is no option of
-            compress or no value of it.
+        UsageError: the file has no recipe, or one with something that is no option of compress or no value of it.
         SourceError: the file is missing, cannot be read, is too large, or is no JSON.
     """
     file = path / JOURNAL_FILE if path.is_dir() else path
@@ -114,13 +113,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
-    if not isinstance(recipe, dict) or not isinstance(options, dict) or type(recipe.get("format")) is not int:
+    if not isinstance(recipe, dict) or not isinstance(options, dict) or recipe.get("format") != FORMAT:
         raise UsageError(f"{file} holds no recipe", _MEND)
-    if recipe["format"] != FORMAT:
-        raise UsageError(
-            f"{file} is a recipe of format {short_repr(recipe['format'])}, this openquant reads {FORMAT}",
-            f"use the openquant that wrote it: {short_repr(recipe.get('openquant'))}",
-        )
 
     allowed = _allowed_options()
     unknown = sorted(options.keys() - allowed.keys())

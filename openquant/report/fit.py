@@ -314,9 +314,6 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     names = ["a smaller --context", *(option for option, is_given in given.items() if not is_given)]
     advice = f"try {', '.join(names)} or more GPUs (--gpu 2x..)"
 
-    others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
-    unknown = optional("; {} would fit, with a KL that is not known", ", ".join(map(str, others)))
-
     needs = ", nor do 8 of them hold one"
     if row is not None:
         needs = f"; {row.scheme} needs {row.holds[0].gpus}"
@@ -324,7 +321,7 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     if most is not None and most.holds[0].left:
         most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens"
 
-    return f"no scheme with a known KL fits {gpus}{most_left}{needs}{unknown}: {advice}"
+    return f"no scheme with a known KL fits {gpus}{most_left}{needs}: {advice}"
 
 
 def frontier_text(found: SearchResult, width: int | None = None) -> str:

@@ -15,9 +15,9 @@ import pytest
 from conftest import EXAMPLE, ROOT
 from openquant import FitTable, compress, fit_table
 from openquant.cli.commands import main
+from openquant.diagnosis.result import least_loss
 from openquant.errors import OpenQuantError, PlanError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.fit.advice import least_loss
 from openquant.fit.budget import allowed_context, read_budget, weights_on_gpus
 from openquant.formats.hardware import GPUS
 from openquant.formats.schemes import SCHEMES, find_scheme
@@ -321,8 +321,8 @@ def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     )
     # An FP8 cache alone does not make room for so much; with eight bits for the head there is.
     assert fit_text(table(model, "4090", context="16k")).splitlines()[-4:] == [
-        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2; int3, "
-        f"int2 would fit, with a KL that is not known: {advice}",
+        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2: "
+        f"{advice}",
         "this fits, for sequences of 16,384 tokens:",
         f"  openquant compress -m {model} --scheme int4 --awq --gptq --scheme-for lm_head=int8-weights --kv-cache fp8 "
         "--quantize-lm-head",
