@@ -152,19 +152,19 @@ class _Comparer:
             if is_lost:
                 lost.add(prefix)
 
+        lost_parts = (
+            prefix
+            for prefix, conditions in self.known.some.items()
+            if self.config.holds(conditions) and not self.stored.has_below(prefix)
+        )
         self.losses = [
-            *(Loss("", None, prefix, 1) for prefix in self._lost_parts()),
+            *(Loss("", None, prefix, 1) for prefix in lost_parts),
             *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
             *self.losses,
         ]
 
         self._compare_shapes()
         self.misfits += self.config.find_wrong_lengths()
-
-    def _lost_parts(self) -> Iterator[str]:
-        for prefix, conditions in self.known.some.items():
-            if self.config.holds(conditions) and not self.stored.has_below(prefix):
-                yield prefix
 
     def _compare_list(self, prefix: str, layers: LayerList) -> tuple[int, bool]:
         """Compare a list of layers. Returns how many tensors it must have, and whether all are lost."""

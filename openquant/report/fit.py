@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..diagnosis.result import BROKEN
-from ..fit.table import FitTable, Held, Point, SchemeFit, SearchResult, Target
+from ..fit.table import FitTable, Held, SchemeFit, SearchResult, Target
 from ..formats.hardware import ENGINES_FOR
 from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
 
@@ -359,8 +359,12 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         *table(rows, width=width),
         "",
         *paragraphs([predicted], width),
-        *_most(found.points),
     ]
+    # The command for the point that fits and loses least; without GPUs, one for any size.
+    points = sorted((point for point in found.points if point.fits), key=lambda point: point.kl)
+    points = points or [point for point in found.points if point.scheme is None]
+    if points:
+        lines += ["", f"  {terminal(points[0].command)}"]
     return join_lines(lines)
 
 
@@ -369,10 +373,3 @@ def _room(found: SearchResult) -> str:
     if found.limit is None:
         return "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
     return f"{found.gpu} leaves {gigabytes(found.limit)} for weights"
-
-
-def _most(points: Iterable[Point]) -> list[str]:
-    """The command for the point that fits and loses least; without GPUs, one for any size."""
-    fitting = sorted((point for point in points if point.fits), key=lambda point: point.kl)
-    mixed = [point for point in points if point.scheme is None]
-    return [line for point in (fitting or mixed)[:1] for line in ("", f"  {terminal(point.command)}")]

@@ -74,7 +74,9 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
     checked = find_whole(directory, reporter.on_note)
     root = checked.root
     quantization = _read_quantization(root)
-    journal = _read_journal(root)
+    journal = read_journal(root) or {}
+    if not journal.get("done", True):
+        raise UsageError(f"{root} is not finished", "run the command that makes it again")
 
     # What --copy named belongs to both.
     copy = tuple(journal.get("copy", ()))
@@ -146,14 +148,6 @@ def _read_quantization(root: Path) -> Quantization:
                 "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
             )
         return read_quantization(config)
-
-
-def _read_journal(root: Path) -> dict[str, Any]:
-    """The journal of a directory, whose run must be finished; empty if it has none."""
-    journal = read_journal(root) or {}
-    if not journal.get("done", True):
-        raise UsageError(f"{root} is not finished", "run the command that makes it again")
-    return journal
 
 
 def _since(start: float) -> float:

@@ -18,9 +18,8 @@ from .choices import ADVANCED, Chosen, Roots, make_sections, push_words
 from .runs import DONE, RUNNING, WAITING, Runs, result_html, run_title, status_html
 from .view import problem_html
 
-# Names that the search shows of either kind, and characters from which on it asks the Hub.
+# Names that the search shows.
 MOST_FOUND = 8
-FEWEST_LETTERS = 2
 # The GPU of an untouched form.
 USUAL_GPU = "RTX 4090"
 HERE = "Here"
@@ -60,11 +59,9 @@ class Page:
         self.roots = roots
 
     def search(self, text: str) -> Any:
-        """Find models here, and repositories on the Hub, whose names have a text in them."""
+        """Find models here whose names have a text in them."""
         text = text.strip()
         names = [name for name in self.roots.models() if text.lower() in name.lower()][:MOST_FOUND]
-        if not text.startswith(("/", ".")) and len(text) >= FEWEST_LETTERS:
-            names += find_names(text)
         return gr.update(choices=names, value=None, visible=bool(names) and text not in names)
 
     def plan(self, *values: Any) -> tuple[Any, ...]:
@@ -105,7 +102,7 @@ class Page:
                 gr.update(visible=True),
                 gr.update(visible=is_done),
                 gr.update(choices=[(run_title(one), one.id) for one in runs], value=run.id),
-                status_html(run, self.runs.place(run)),
+                status_html(run),
                 "\n".join(run.log),
                 gr.update(visible=run.state in (WAITING, RUNNING)),
                 problem_html(run.error) if run.error else "",
@@ -162,18 +159,6 @@ class Page:
 def choose_row(event: gr.EventData) -> tuple[str, str]:
     """Return the kind and the scheme of a row in the table of schemes."""
     return ONE, event.value
-
-
-def find_names(text: str) -> list[str]:
-    """Return the names of repositories on the Hub that have a text in them; none if the Hub does not answer."""
-    from huggingface_hub import HfApi
-
-    try:
-        found = [str(model.id) for model in HfApi().list_models(search=text, limit=MOST_FOUND)]
-    except Exception:
-        # A search is a convenience: a name can be typed whole.
-        return []
-    return [name for name in found if name.isprintable() and len(name) <= 200]
 
 
 # The values of the form, in the order of its fields.
@@ -262,7 +247,7 @@ class PageLayout:
                 info="A repository on the Hub, such as Qwen/Qwen3-8B, or a directory: its bare name, or / or ./ first",
                 elem_id="model",
             )
-            self.matches = gr.Radio([], label="Models here and on the Hub", visible=False, elem_id="matches")
+            self.matches = gr.Radio([], label="Models here", visible=False, elem_id="matches")
 
     def _lay_out_goal(self) -> None:
         """Make the fields that say what is to become of it."""

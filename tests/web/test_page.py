@@ -224,9 +224,7 @@ def slow(hub: LoopbackHub) -> Iterator[None]:
 
 
 def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, server: Server, slow: None) -> None:
-    visitor.page.locator("#model :is(input, textarea)").first.press_sequentially("tiny-q")
-    visitor.page.locator("#matches").get_by_text("org/tiny-qwen3").click()
-    visitor.page.wait_for_selector("#plan-sections table")
+    visitor.plan("org/tiny-qwen3")
     for text in ("Qwen3ForCausalLM", "8.39 MB before, 5.27 MB after", "vLLM and SGLang"):
         assert text in visitor.text("plan-sections")
     visitor.straight_to("user/made")
