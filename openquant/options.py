@@ -855,11 +855,6 @@ class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
     ignore: Sequence[str] = same_as(Recipe, "ignore")
     architecture: str | None = same_as(Recipe, "architecture")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scratch is not None and not self.stream:
-            raise UsageError("--scratch is where --stream keeps shards", "give --stream too, or leave --scratch out")
-
 
 def _task_names(task: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
     """Return the tasks of a value of --tasks: a file, which may have a comma in its name, or names."""
@@ -927,8 +922,6 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         super().__post_init__()
         if not self.outputs:
             raise UsageError("no output is named", "give a directory that was made from the source")
-        if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
-            raise UsageError("an output is given twice", "give each once")
 
         object.__setattr__(self, "tasks", tuple(name for task in self.tasks for name in _task_names(task)))
         if self.limit is not None and not self.tasks:

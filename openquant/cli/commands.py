@@ -222,10 +222,7 @@ def _find_push(call: Call) -> options.Push | None:
             raise UsageError(f"{flag} goes with --push-to-hub", "say where to push")
         return None
 
-    push = options.Push(**values)
-    if push.create_pr and push.replace_weights:
-        raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
-    return push
+    return options.Push(**values)
 
 
 def _push(call: Call) -> int:

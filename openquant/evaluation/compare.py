@@ -153,7 +153,7 @@ class _Comparison:
         """Make what tells of the progress, from the tokens of texts, tasks and answers."""
         text_tokens = self.passes * len(self.local_documents) * self.corpus.length
         if self.tasks is not None:
-            text_tokens += self.tasks.models * self.tasks.local_tokens
+            text_tokens += self.tasks.models * sum(pack.ids.size for pack in self.tasks.packs)
 
         answer_tokens = 0
         if self.answers_prompts:
@@ -196,8 +196,13 @@ class _Comparison:
         if self.checkpoint is not None:
             self._continue_from(self.checkpoint)
 
+        passes = [self._passes_of(document) for document in self.local_documents]
+        if self.tasks is not None:
+            # Those of all packs of questions come after those of the texts.
+            passes += [self.tasks.of_pack(number) for number in range(len(self.tasks.packs))]
+
         run_interleaved(
-            [*map(self._passes_of, self.local_documents), *self._task_passes()],
+            passes,
             finished=self._take_logits,
             after_unit=self._after_unit,
             scratch=scratch,
@@ -257,10 +262,6 @@ class _Comparison:
             for output, of_tasks in zip(evaluation.outputs, figures, strict=True):
                 output["tasks"] = of_tasks
         return evaluation
-
-    def _task_passes(self) -> list[list[ForwardPass[Tensor]]]:
-        """Return the passes of all packs of questions, which come after those of the texts."""
-        return [] if self.tasks is None else [self.tasks.of_pack(number) for number in range(len(self.tasks.packs))]
 
     def _answers(self) -> list[list[dict[str, Any]]]:
         """Return the `texts` of each output: the answers to prompts."""

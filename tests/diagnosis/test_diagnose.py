@@ -246,7 +246,6 @@ def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: P
 def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -> None:
     for given, message in [
         ({"workers": 0}, "0 workers cannot work"),
-        ({"scratch": "there"}, "--scratch is where --stream keeps shards"),
         ({"scheme": "int1"}, "--scheme: int1 is none of tensor, "),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),

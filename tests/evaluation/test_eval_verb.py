@@ -159,7 +159,6 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
         assert text in refused(SourceError, output, text=[tmp_path / text])
     out = tmp_path / "short.txt" / "eval.json"
     assert f"--out {out}: {tmp_path / 'short.txt'} is no directory" in refused(UsageError, output, out=out)
-    assert "given twice" in refused_options(outputs=["one", "one"])
     assert "no output" in refused_options(outputs=[])
     assert "not a device" in refused_options(outputs=["one"], device="tpu")
     assert "--kv-cache: int8 is none of fp8, auto" in refused_options(outputs=["one"], kv_cache="int8")

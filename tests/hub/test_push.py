@@ -673,10 +673,6 @@ def test_the_source_s_own_repository_is_not_replaced(site: Site) -> None:
 
     # Unless that is insisted on.
     insists = (*command, "-m", "user/name", "--push-to-hub", "user/name", "--replace-weights")
-    assert site.refused(*insists, "--create-pr") == [
-        "error: --create-pr replaces nothing, --replace-weights does",
-        "hint: give one of them",
-    ]
     site.works(*insists)
     assert [title for title, _ in site.hub.commits("user/name")][-1] == "name in FP8 (one scale per tensor)"
 
