@@ -338,7 +338,11 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    lines = [f"pip install {package}" for package in _packages(plan)]
+    # What vLLM on NVIDIA GPUs needs for it and does not bring.
+    kinds = {(scheme.name, bool(plan.entry.experts(weight.module))) for weight, scheme in plan.decisions.kinds}
+    kernels = [find_kernel("vLLM", name, "Ampere", experts) for name, experts in sorted(kinds)]
+    needs = dict.fromkeys(kernel.needs for kernel in kernels if kernel and kernel.needs)
+    lines = [f"pip install {package}" for package in needs]
     for engine in summary.engines(plan):
         command = f"{cards.COMMANDS[engine]} {cards.serve_argument(output, revision)}"
         lines.append(" ".join([command, *_flags(plan, engine)]))
@@ -420,13 +424,6 @@ def gpus_text(fit: Fit) -> str:
     if fit.gpus == 1:
         return f"one {fit.gpu_gb} GB GPU"
     return f"{fit.gpus} GPUs of {fit.gpu_gb} GB"
-
-
-def _packages(plan: Plan) -> list[str]:
-    """Return what vLLM on NVIDIA GPUs needs for an output and does not bring: ["humming-kernels"]."""
-    kinds = {(scheme.name, bool(plan.entry.experts(weight.module))) for weight, scheme in plan.decisions.kinds}
-    kernels = [find_kernel("vLLM", name, "Ampere", experts) for name, experts in sorted(kinds)]
-    return list(dict.fromkeys(kernel.needs for kernel in kernels if kernel and kernel.needs))
 
 
 def _context(plan: Plan) -> int | None:
