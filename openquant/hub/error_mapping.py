@@ -126,7 +126,9 @@ def error_reason(error: BaseException) -> str:
 
     if isinstance(error, HfHubHTTPError):
         path = unquote(error.response.request.url.path)
-        text = f"{error.response.status_code} for {path}: {_server_reason(error)}"
+        # The standard phrase for the status if the server gave no reason.
+        reason = error.server_message or error.response.reason_phrase or "no reason given"
+        text = f"{error.response.status_code} for {path}: {reason}"
     else:
         text = str(error).strip() or type(error).__name__
     text = without_queries(text)
@@ -135,15 +137,6 @@ def error_reason(error: BaseException) -> str:
     if len(line) > _LONGEST:
         return f"{line[:_LONGEST]}..."
     return line
-
-
-def _server_reason(error: BaseException) -> str:
-    """The server's reason, or the standard phrase for the status if it gave none."""
-    message = getattr(error, "server_message", None)
-    if message:
-        return str(message)
-    response = getattr(error, "response", None)
-    return getattr(response, "reason_phrase", "") or "no reason given"
 
 
 @contextmanager

@@ -74,10 +74,10 @@ def render_page(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
     filters: dict[str, Callable[..., Any]] = {
         "size": gigabytes,
-        "number": _number,
+        "number": "{:.4g}".format,
         "of": per_cent,
         "percent": lambda share: f"{100 * share:.4g} %",
-        "interval": lambda edges: " to ".join(map(_number, edges or ())),
+        "interval": lambda edges: " to ".join(f"{edge:.4g}" for edge in edges or ()),
         "points": lambda difference: f"{100 * difference:+.1f}",
         "share": share_text,
         "cut": lambda text: shorten(text, MOST_LETTERS),
@@ -110,10 +110,6 @@ def _escape_invisible(value: Any) -> Any:
     if type(value) is not str:
         return value
     return terminal(value, kept="\n\t")
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def write_evaluated(
