@@ -151,7 +151,6 @@ def diagnose(
     workers: int | None = None,
     scratch: str | os.PathLike[str] | None = None,
     ignore: str | Sequence[str] = (),
-    full: bool = False,
     architecture: str | None = None,
     reporter: Reporter | None = None,
 ) -> Diagnosis: ...

@@ -21,7 +21,6 @@ from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.cards import evaluation_notes, find_notes, metadata_notes, source_of, split_card
-from .files.checkpoint import readable
 from .files.destination import (
     DiskSpace,
     Needs,
@@ -495,10 +494,8 @@ def diagnose(request: Diagnose, reporter: Reporter | None = None) -> Diagnosis:
         plan = make_plan(checkpoint, chosen, options, source.identity, request.architecture)
 
     with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
-        # More threads bring nothing and take long to start.
-        limit = max(MOST_WORKERS, available_cpus())
-        threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
-        layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
+        threads = request.workers or min(MOST_WORKERS, available_cpus())
+        layers, not_finite = diagnose_layers(plan, supply, threads, progress)
 
     rows = sum(layer.shape[0] for layer in layers)
     return Diagnosis(
@@ -531,7 +528,8 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     """
     path = Path(directory)
     target = push_target(target)
-    if _is_evaluation(path, target):
+    # A file can only be an evaluation.
+    if path.is_file():
         with evaluation_publisher(path, target) as (publisher, names), publisher:
             return publisher.commit(names, "Evaluation by openquant").address
 
@@ -556,7 +554,8 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         OpenQuantError: push() would refuse it.
     """
     path = Path(directory)
-    if _is_evaluation(path, target):
+    # A file can only be an evaluation.
+    if path.is_file():
         return _preview_evaluation(path, target)
 
     publisher, others = _publisher(path, target)
@@ -628,18 +627,6 @@ def _commit_to(publisher: Publisher) -> str:
     if publisher.push.create_pr:
         return "a pull request is opened"
     return f"one commit to {publisher.revision or 'main'}"
-
-
-def _is_evaluation(path: Path, target: Push) -> bool:
-    """Whether a path is a file, which can only be an evaluation."""
-    with readable():
-        is_file = path.is_file()
-    if is_file and (target.private or target.replace_weights):
-        raise UsageError(
-            f"{path} is a file: an evaluation goes into a repository that exists, and replaces no weights",
-            "leave --private and --replace-weights out",
-        )
-    return is_file
 
 
 def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import available_cpus, available_memory, first_line
-from .version import BUILT, DISTRIBUTION, __version__
+from .version import BUILT, __version__
 
 # What openquant computes, reads and writes with.
 LIBRARIES = (
@@ -62,10 +61,6 @@ def install_commit() -> str | None:
         command = ["git", "-C", str(root), "log", "-1", "--format=%h %cs"]
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    # What pip notes of `pip install git+URL` (PEP 610).
-    with suppress(metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
-        noted = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        return str(json.loads(noted or "{}")["vcs_info"]["commit_id"])[:12]
     # What setuptools-scm puts behind the version of a wheel that was built between two tags.
     built = re.search(r"\+g([0-9a-f]+)", BUILT)
     return built[1] if built else None

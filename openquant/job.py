@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from .convert.conversion import worker_memory, worth_compiling
 from .distributed import Ranks
@@ -21,13 +20,13 @@ from .files.checkpoint import Checkpoint, Fingerprint, Stamp
 from .files.destination import WeightFacts
 from .files.output import Claim, OutputContents, refuse_overlap
 from .hub.publish import AT_ONCE, Publisher
-from .hub.source import Download, Source, find_source, memory_needed, scratch_bytes
+from .hub.source import Source, find_source, memory_needed, scratch_bytes
 from .machine import COMPILED_MEMORY, available_cpus, find_device
-from .options import Run, files_read
+from .options import Run
 from .plan import summary
 from .plan.plan import Plan
 from .plan.serving import chosen_scales
-from .result import Place, Reporter
+from .result import Reporter
 from .streaming.memory import MemoryStep, memory_left
 
 # More threads do not make a disk faster, and each takes memory.
@@ -198,31 +197,6 @@ def open_model(
     return source, checkpoint
 
 
-def model_place(source: Source, checkpoint: Checkpoint) -> Place:
-    """Return a model as something that a dry run would read.
-
-    Args:
-        source: where the model comes from.
-        checkpoint: its config, files and headers.
-    """
-    path = source.place if source.repo else str(Path(source.place).absolute())
-    return Place(path, checkpoint.architecture, sum(checkpoint.shards.values()))
-
-
-def file_places(values: Mapping[str, Any]) -> list[Place]:
-    """Return the files and datasets that options name, as something that a dry run would read.
-
-    Args:
-        values: values of options, by the names of their fields.
-    """
-    return [
-        Place(
-            str(path.absolute()) if path.exists() else str(path), what, path.stat().st_size if path.is_file() else None
-        )
-        for path, what in files_read(values)
-    ]
-
-
 def prepare(opened: Opened, plan: Plan, before: Sequence[MemoryStep] = (), refuse: bool = True) -> Job:
     """Decide on output directory, workers and compiled loops for a plan.
 
@@ -276,23 +250,15 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def expected_download(source: Source, plan: Plan) -> Download:
-    """Return what a run has still to download from the Hub.
+def expected_download(source: Source, plan: Plan) -> tuple[int, int]:
+    """Return how many bytes a run has still to download from the Hub, and how many of them lie on disk with `stream`.
 
     Args:
-        source: where the checkpoint comes from.
-        plan: the plan of this source.
-
-    Returns:
-        Sizes in bytes of shards and other files, and of the scratch disk that streamed shards take.
+        source: where the model comes from.
+        plan: the plan.
     """
-    others = [name for name in plan.files if name in source.absent]
-    return Download(
-        source.remote_bytes([*plan.source.shards, *others]),
-        scratch_bytes(source, source_needs(source, plan)),
-        len(others),
-        source.remote_bytes(others),
-    )
+    nbytes = source.remote_bytes([*plan.source.shards, *plan.files])
+    return nbytes, scratch_bytes(source, source_needs(source, plan))
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:

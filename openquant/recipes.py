@@ -14,10 +14,8 @@ A recipe that is read is not trusted.
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,38 +70,27 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
     return {"format": FORMAT, "openquant": __version__, "options": {"scheme": recipe.scheme, **options}}
 
 
-def option_words(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Convert options of a recipe to flags and values of the command line.
-
-    Args:
-        options: "options" of a recipe: JSON values by the names of the options, such as
-            {"scheme": "int4", "gptq": true}.
-
-    Returns:
-        Flags with their values, None for a switch: [("--scheme", "int4"), ("--gptq", None)]. Options that may be
-        repeated are there once for each value.
-    """
-    allowed = _allowed_options()
-    words: list[tuple[str, str | None]] = []
-    for name, value in options.items():
-        flag = flags_of(name, allowed[name])[-1]
-        if value is True:
-            words.append((flag, None))
-        elif isinstance(value, Mapping):
-            words += [(flag, f"{pattern}={scheme}") for pattern, scheme in value.items()]
-        else:
-            words += [(flag, str(item)) for item in (value if isinstance(value, list) else [value])]
-    return words
-
-
 def recipe_command(options: Mapping[str, Any]) -> str:
     """Convert options of a recipe to a line for a shell: "--scheme int4 --ignore '**.down_proj'".
 
     Args:
         options: "options" of a recipe: JSON values by the names of the options, such as
-            {"scheme": "int4", "gptq": true}.
+            {"scheme": "int4", "gptq": true}. Those that may be repeated have several values.
     """
-    return shlex.join(word for pair in option_words(options) for word in pair if word is not None)
+    allowed = _allowed_options()
+    words: list[str] = []
+    for name, value in options.items():
+        flag = flags_of(name, allowed[name])[-1]
+        if value is True:
+            words.append(flag)
+            continue
+
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, Mapping):
+            values = [f"{pattern}={scheme}" for pattern, scheme in value.items()]
+        for one in values:
+            words += [flag, str(one)]
+    return shlex.join(words)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -116,26 +103,18 @@ def read_recipe(path: Path) -> dict[str, Any]:
         Options by their names in Python: {"scheme": "int4", "gptq": True}.
 
     Raises:
-        UsageError: the file has no recipe, one of another version's format, or one with something that is no option of
-            compress or no value of it.
+        UsageError: the file has no recipe, or one with something that is no option of compress or no value of it.
         SourceError: the file is missing, cannot be read, is too large, or is no JSON.
     """
     file = path / JOURNAL_FILE if path.is_dir() else path
     with readable():
         data = read_small(file, str(file), MAX_RECIPE)
     content = parse_json(data, str(file))
-    # An object with a key twice is refused.
-    json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, file))
 
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
-    if not isinstance(recipe, dict) or not isinstance(options, dict) or type(recipe.get("format")) is not int:
+    if not isinstance(recipe, dict) or not isinstance(options, dict) or recipe.get("format") != FORMAT:
         raise UsageError(f"{file} holds no recipe", _MEND)
-    if recipe["format"] != FORMAT:
-        raise UsageError(
-            f"{file} is a recipe of format {short_repr(recipe['format'])}, this openquant reads {FORMAT}",
-            f"use the openquant that wrote it: {short_repr(recipe.get('openquant'))}",
-        )
 
     allowed = _allowed_options()
     unknown = sorted(options.keys() - allowed.keys())
@@ -149,14 +128,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except UsageError as error:
         raise UsageError(f"{file}: {error.message}", _MEND) from None
     return options
-
-
-def _unique(pairs: Sequence[tuple[str, Any]], file: Path) -> dict[str, Any]:
-    """An object of a recipe, refused if a key is there twice: one of the values would count for nothing."""
-    counts = Counter(key for key, _ in pairs)
-    if twice := [key for key, count in counts.items() if count > 1]:
-        raise UsageError(f"{file} has {short_repr(twice[0])} twice in one place", "leave one of them out")
-    return dict(pairs)
 
 
 def _allowed_options() -> dict[str, Option]:
@@ -239,9 +210,7 @@ def gptq_texts(recipe: Recipe, account: Mapping[str, Any]) -> dict[str, Any] | N
 def _require_use(recipe: Recipe, needs_scales: bool) -> None:
     """Refuse a calibration, GPTQ, SmoothQuant or AWQ that the schemes have no use for."""
     smoothing = recipe.awq or recipe.smooth is not None
-    if recipe.gptq:
-        _require_texts(recipe, needs_scales or smoothing)
-    elif recipe.tune:
+    if recipe.tune and not recipe.gptq:
         raise UsageError("--tune says how GPTQ weighs tokens and outputs", "give --gptq too")
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
@@ -258,15 +227,6 @@ def _require_use(recipe: Recipe, needs_scales: bool) -> None:
             f"nothing uses {option}",
             "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
             f"{option} out",
-        )
-
-
-def _require_texts(recipe: Recipe, calibrated: bool) -> None:
-    """Refuse a calibration file that nothing uses: GPTQ runs the texts itself."""
-    if recipe.calibration is not None and not calibrated:
-        raise UsageError(
-            "GPTQ needs Hessians, which a calibration file does not have: nothing uses --calibration",
-            "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
         )
 
 
@@ -307,12 +267,6 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
 
     if recipe.no_search:
-        if not any(scheme.searches_scales for scheme in (chosen, *(other for _, other in others))):
-            *names, last = (name for name, scheme in SCHEMES.items() if scheme.searches_scales)
-            raise UsageError(
-                f"--scheme {recipe.scheme} searches for no scales",
-                f"use --scheme {', '.join(names)} or {last}, or leave --no-search out",
-            )
         others = tuple((pattern, other.unsearched) for pattern, other in others)
         chosen = chosen.unsearched
     return chosen, others

@@ -227,17 +227,6 @@ def test_every_option_is_shown_or_for_python() -> None:
             assert bool(option.group) != (name == "push")
 
 
-def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
-    source = ROOT / "examples" / "tiny-qwen3"
-    with pytest.raises(UsageError) as caught:
-        openquant.compress(source, tmp_path / "out", "channel", no_search=True, scheme_for={"**.mlp.*": "mxfp4"})
-    assert (caught.value.message, caught.value.hint) == (
-        "--scheme channel searches for no scales",
-        "use --scheme int7, int6, int5, int4, int3, int2, nvfp4 or nvfp4-w4a4, or leave --no-search out",
-    )
-    openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
-
-
 def test_texts_that_make_no_sense(subtests: pytest.Subtests) -> None:
     for given, message in [
         ({"text": ["a.txt"], "dataset": "wikitext"}, "--text and --dataset are both given"),

@@ -13,8 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from openquant.diagnosis.result import Measurement
-from openquant.fit.advice import advise
+from openquant.diagnosis.result import Measurement, advise
 from openquant.formats.hardware import ENGINES, HARDWARE, Kernel, find_kernel
 from openquant.formats.schemes import SCHEMES
 

@@ -32,7 +32,7 @@ from ..files.destination import Destination, Needs, require_space, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
 from ..formats.numbers import Floats
 from ..hub.source import Source, model_folder, supply_shards
-from ..job import Job, Opened, claim_of, connect_ranks, file_places, model_place, open_source
+from ..job import Job, Opened, claim_of, connect_ranks, open_source
 from ..machine import COMPILED_MEMORY, resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
 from ..patterns import collapse
@@ -40,7 +40,7 @@ from ..plan import summary
 from ..plan.decisions import PlanOptions, rounded_bytes
 from ..plan.plan import Plan
 from ..recipes import Request, gptq_texts
-from ..result import Place, Preview, Reporter, default_reporter
+from ..result import Reporter, default_reporter
 from ..streaming import memory, session
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left
 from ..version import __version__
@@ -104,30 +104,6 @@ def _check_inputs(
     target.require()
     memory_left(options.max_memory, memory.calibration_steps(opened.checkpoint, texts.length))
     return opened, read_texts(source, opened.checkpoint, texts, ranks), target
-
-
-def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
-    """Check what calibrate() checks first, and say what it would do. Nothing is written.
-
-    Args:
-        options: options of the calibration.
-        texts: options that say which texts.
-
-    Returns:
-        What would be read, done and written.
-
-    Raises:
-        OpenQuantError: calibrate() would refuse it.
-    """
-    opened, corpus, target = _check_inputs(options, texts, Ranks(), Reporter())
-    replaced = ", which is replaced" if target.path.exists() else ""
-    return Preview(
-        reads=(model_place(opened.source, opened.checkpoint), *file_places(vars(texts))),
-        does=(f"{corpus.described} run through the model on {opened.device}",),
-        writes=(Place(str(target.path.absolute()), f"a calibration{replaced}"),),
-        download_bytes=opened.source.remote_bytes(opened.checkpoint.shards),
-        notes=corpus.notes,
-    )
 
 
 def calibration_path(source: Source, output: Path) -> Path:

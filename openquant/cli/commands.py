@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..distributed import Ranks
     from ..evaluation.results import Evaluation
     from ..files.destination import Destination
-    from ..result import Preview, Result
+    from ..result import Result
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
@@ -83,12 +83,6 @@ class Call:
         from ..report.cells import join_lines
 
         return self.show(value, lambda *_: join_lines(lines))
-
-    def show_preview(self, preview: Preview) -> int:
-        """Print what the verb would do."""
-        from ..report.text import preview_text
-
-        return self.show(preview, preview_text)
 
     def say_written(self, *files: Path | Destination | None) -> None:
         """Say which files were written, after the result; with --json or --quiet nothing is said."""
@@ -201,27 +195,6 @@ def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
         return Ranks(), error
 
 
-def _page(call: Call) -> Destination | None:
-    """Return the page of `fit --search --report` after checking that it can be written; None without --report.
-
-    Raises:
-        UsageError: the page cannot be written, or would overwrite something.
-    """
-    name = call.command.report
-    if name is None:
-        return None
-
-    from ..files.destination import Destination, taken_by
-    from ..hub.source import model_folder
-    from ..report.html import PAGE, require_tools
-
-    require_tools("--report")
-    taken = taken_by([model_folder(call.given["model"])], options.files_read(call.given))
-    page = Destination(Path(name), "--report", PAGE, taken)
-    page.require()
-    return page
-
-
 def _scheme(call: Call) -> dict[str, str]:
     """Return the scheme of -w or --scheme as a keyword; empty if neither is given."""
     size = call.command.block_size
@@ -249,20 +222,18 @@ def _find_push(call: Call) -> options.Push | None:
             raise UsageError(f"{flag} goes with --push-to-hub", "say where to push")
         return None
 
-    push = options.Push(**values)
-    if push.create_pr and push.replace_weights:
-        raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
-    return push
+    return options.Push(**values)
 
 
 def _push(call: Call) -> int:
     from ..api import preview_push, push, push_notes
+    from ..report.text import preview_text
 
     directory = call.given["directory"]
     target = _find_push(call)
     assert target is not None
     if call.command.dry_run:
-        return call.show_preview(preview_push(directory, target))
+        return call.show(preview_push(directory, target), preview_text)
 
     address = push(directory, target)
     call.interrupts.check()
@@ -343,8 +314,6 @@ def _fit(call: Call) -> int:
         if name in call.given and name not in options.options_of(options.CompareSchemes):
             flag = options.flags_of(name, option)[-1]
             raise UsageError(f"{flag} is for --search", "give --search too, or leave it out")
-    if call.command.report is not None:
-        raise UsageError("--report is for --search", "give --search too, or leave it out")
 
     from ..fit.table import fit_table
     from ..report.fit import fit_text
@@ -357,49 +326,31 @@ def _search(call: Call) -> int:
     from ..report.fit import frontier_text
 
     command = call.command
-    page = _page(call)
     with closing(console.Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(options.Search), reporter=reporter)
     console.require_printed(reporter.failure)
-
-    if page is not None:
-        from ..report.html import render_page, searched_page
-
-        page.write(render_page(searched_page(found)).encode())
     if command.json or not command.quiet:
         call.show(found, frontier_text)
-    call.say_written(page)
     return 0
 
 
 def _calibrate(call: Call) -> int:
-    from ..calibration.run import calibrate, preview_calibration
+    from ..calibration.run import calibrate
 
     ranks = call.ranks
-    chosen = call.values(options.Calibrate)
-    texts = call.values(options.CalibrationTexts)
-    if call.command.dry_run:
-        preview = preview_calibration(options.Calibrate(**chosen), options.CalibrationTexts(**texts))
-        return call.show_preview(preview) if ranks.first else 0
-
+    chosen = call.values(options.Calibrate, options.CalibrationTexts)
     with closing(console.Terminal(call.interrupts, call.command, ranks.first)) as reporter:
-        written = calibrate(**chosen, **texts, ranks=ranks, reporter=reporter)
+        written = calibrate(**chosen, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
     return call.show_lines({"calibration": str(written)}, [f"wrote {written}"])
 
 
 def _eval(call: Call) -> int:
-    from ..evaluation.run import evaluate, preview_evaluation
-    from ..result import Place
+    from ..evaluation.run import evaluate
 
     chosen = options.Evaluate(**call.values(options.Evaluate))
     page, figure = _find_page_and_figure(call, chosen)
-    if call.command.dry_run:
-        preview = preview_evaluation(chosen, options.Texts(**call.values(options.Texts)))
-        files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
-        return call.show_preview(replace(preview, writes=preview.writes + files)) if call.ranks.first else 0
-
     with closing(_Figures(call)) as reporter:
         evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if reporter.unprinted is not None:
@@ -408,7 +359,7 @@ def _eval(call: Call) -> int:
     if call.ranks.first and (page is not None or figure is not None):
         from ..report.html import write_evaluated
 
-        write_evaluated(evaluation.outputs, (chosen.source, *chosen.outputs), page, figure)
+        write_evaluated(evaluation.outputs, page, figure)
     if call.ranks.first:
         call.say_written(*evaluation.written, page, figure)
     return _judge(call, evaluation, chosen.fail_above)
@@ -441,17 +392,15 @@ class _Figures(console.Terminal):
 
 def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     """Name the outputs above --fail-above; return the exit code."""
-    from ..evaluation.types import round_figure
-
     if limit is None:
         return 0
 
     above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
     for output in above:
-        mean = round_figure(output["kl"]["mean"], lambda kl: kl > limit)
         if call.ranks.first:
             console.say_lines(
-                [f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr
+                [f"{output['output']['name']}: mean KL {output['kl']['mean']:.3g} nats, above --fail-above {limit!r}"],
+                sys.stderr,
             )
     return EXIT_PROBLEMS if above else 0
 
@@ -521,16 +470,11 @@ def _web(call: Call) -> int:
 
 
 def _completion(call: Call) -> int:
-    shell = call.given["shell"]
-    script = _completion_script(shell)
-    return call.show({"shell": shell, "script": script}, lambda *_: script, coloured=False)
-
-
-def _completion_script(shell: str) -> str:
-    """Return the script that makes a shell complete `openquant` and `compress-fp8`."""
     import shtab
 
-    return "\n".join(shtab.complete(parser, shell) for parser in (verb_parser(), compress_parser("compress-fp8")))
+    shell = call.given["shell"]
+    script = "\n".join(shtab.complete(parser, shell) for parser in (verb_parser(), compress_parser("compress-fp8")))
+    return call.show({"shell": shell, "script": script}, lambda *_: script, coloured=False)
 
 
 def _env(call: Call) -> int:

@@ -376,9 +376,11 @@ def read_prompts(file: str | os.PathLike[str] | None, tokenizer: Tokenizer) -> t
         SourceError: the file cannot be read, or holds no prompts; a chat has no template; a prompt has no tokens, or
             more than MAX_TOKENS; or the tokenizer or its chat template fails on it.
     """
-    found = _built_in_prompts(tokenizer)
     if file is not None:
-        found = _read_file(Path(file), tokenizer)
+        found = list(_read_file(Path(file), tokenizer))
+    else:
+        texts = [text if tokenizer.template is None else message for message, text in BUILT_IN]
+        found = [_user_prompt(text, tokenizer, f"built-in prompt {at}") for at, text in enumerate(texts, 1)]
 
     prompts = []
     for raw in found:
@@ -392,11 +394,6 @@ def read_prompts(file: str | os.PathLike[str] | None, tokenizer: Tokenizer) -> t
         prompts.append(Prompt(raw.text, ids))
 
     return tuple(prompts)
-
-
-def _built_in_prompts(tokenizer: Tokenizer) -> Iterator[_RawPrompt]:
-    for number, (message, text) in enumerate(BUILT_IN, 1):
-        yield _user_prompt(text if tokenizer.template is None else message, tokenizer, f"built-in prompt {number}")
 
 
 def _user_prompt(text: str, tokenizer: Tokenizer, where: str) -> _RawPrompt:

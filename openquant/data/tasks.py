@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -60,36 +60,67 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
         UsageError: lm-eval is needed and not installed, a task asks for something that cannot be computed, two have
             the same name, or they have no metric in common.
     """
-    parts: list[Tasks] = []
+    parts: list[QuestionTask | LMEvalTasks] = []
     for_lm_eval: list[str] = []
-    task_names: list[str] = []
     for name in names:
         path = Path(name)
         is_file = path.is_file()
         if path.suffix in _YAML and is_file:
             for_lm_eval.append(str(path))
         elif is_file:
-            task = read_questions(path, limit)
-            task_names.append(task.name)
-            parts.append(task)
+            parts.append(read_questions(path, limit))
         elif path.suffix in (*_FILES, *_YAML) or path.exists() or isinstance(name, os.PathLike):
             raise SourceError(f"{path} is not a file", "give a .jsonl, .json or .yaml file, or a task of lm-eval")
         else:
             for_lm_eval.append(str(name))
 
     if for_lm_eval:
-        from_lm_eval = LMEvalTasks(for_lm_eval, limit)
-        task_names += from_lm_eval.metrics
-        parts.append(from_lm_eval)
+        parts.append(LMEvalTasks(for_lm_eval, limit))
+    task_names = [name for part in parts for name in part.metrics]
     twice = next((name for name in task_names if task_names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
 
-    tasks = parts[0] if len(parts) == 1 else SeveralTasks(parts)
+    tasks = Tasks(parts)
     if not set.intersection(*map(set, tasks.metrics.values())):
         listed = ", ".join(f"{name} has {' and '.join(metrics)}" for name, metrics in tasks.metrics.items())
         raise UsageError(f"the tasks have no metric in common: {listed}", "evaluate them one after the other")
     return tasks
+
+
+class Tasks:
+    """Tasks from files and from lm-eval, one after the other.
+
+    Args:
+        parts: the tasks, at least one.
+
+    Attributes:
+        requests: context and continuation of each request for a probability, as text.
+        questions: the number of questions.
+        metrics: the metrics of each task, by its name.
+    """
+
+    def __init__(self, parts: Sequence[QuestionTask | LMEvalTasks]) -> None:
+        self._parts = parts
+        self.requests = [request for part in parts for request in part.requests]
+        self.questions = sum(part.questions for part in parts)
+        self.metrics = {task: metrics for part in parts for task, metrics in part.metrics.items()}
+
+    def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
+        """Score a model's answers.
+
+        Args:
+            loglikelihoods: log-probability of each request's continuation, in nats [requests].
+            greedy: whether each token of it is the most probable one [requests].
+        """
+        answers = []
+        start = 0
+        for part in self._parts:
+            end = start + len(part.requests)
+            for of_task in part.answers(loglikelihoods[start:end], greedy[start:end]):
+                answers.append(replace(of_task, requests=of_task.requests + start))
+            start = end
+        return answers
 
 
 class LMEvalTasks:
@@ -130,16 +161,16 @@ class LMEvalTasks:
             return [(0.0, False)] * len(instances)
 
         samples = self._run(record)
-        self.requests: Sequence[tuple[str, str]] = [_texts(instance) for instance in asked]
+        self.requests = [_texts(instance) for instance in asked]
         self._requests_of: dict[str, list[int]] = {}
         for number, instance in enumerate(asked):
             self._requests_of.setdefault(instance.task_name, []).append(number)
 
         self.questions = sum(len(_questions(of_task)) for of_task in samples.values())
-        self.metrics: Mapping[str, Sequence[str]] = {name: list(_scores(of_task)) for name, of_task in samples.items()}
+        self.metrics = {name: list(_scores(of_task)) for name, of_task in samples.items()}
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
-        """Score a model's answers; see `questions.Tasks`."""
+        """Score a model's answers; see `Tasks`."""
 
         def replay(instances: list[Any]) -> _Probabilities:
             if [_texts(instance) for instance in instances] != self.requests:
@@ -294,28 +325,6 @@ class TaskAnswers:
     requests: Numbers
 
 
-class Tasks(Protocol):
-    """Questions of one or more tasks, from a file or from lm-eval.
-
-    Attributes:
-        requests: context and continuation of each request for a probability, as text.
-        questions: the number of questions.
-        metrics: the metrics of each task, by its name.
-    """
-
-    requests: Sequence[tuple[str, str]]
-    questions: int
-    metrics: Mapping[str, Sequence[str]]
-
-    def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
-        """Score a model's answers.
-
-        Args:
-            loglikelihoods: log-probability of each request's continuation, in nats [requests].
-            greedy: whether each token of it is the most probable one [requests].
-        """
-
-
 @dataclass(frozen=True)
 class ChoiceQuestion:
     """A question with its choices.
@@ -344,10 +353,8 @@ class QuestionTask:
     def __init__(self, name: str, questions: Sequence[ChoiceQuestion], space: str, has_norm: bool) -> None:
         self.name, self._questions, self._has_norm = name, questions, has_norm
         self.questions = len(questions)
-        self.metrics: Mapping[str, Sequence[str]] = {name: ("acc", "acc_norm") if has_norm else ("acc",)}
-        self.requests: Sequence[tuple[str, str]] = [
-            (question.prompt, f"{space}{choice}") for question in questions for choice in question.choices
-        ]
+        self.metrics = {name: ["acc", "acc_norm"] if has_norm else ["acc"]}
+        self.requests = [(question.prompt, f"{space}{choice}") for question in questions for choice in question.choices]
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `Tasks`."""
@@ -472,30 +479,3 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
 def _are_grades(grades: Mapping[str, Any]) -> bool:
     """Whether these are scores of several choices."""
     return len(grades) > 1 and all(type(grade) in (int, float) and 0 <= grade <= 1 for grade in grades.values())
-
-
-class SeveralTasks:
-    """Tasks from several files, and from lm-eval, one after the other.
-
-    Args:
-        parts: the tasks, at least one.
-    """
-
-    def __init__(self, parts: Sequence[Tasks]) -> None:
-        self._parts = parts
-        self.requests: Sequence[tuple[str, str]] = [request for part in parts for request in part.requests]
-        self.questions = sum(part.questions for part in parts)
-        self.metrics: Mapping[str, Sequence[str]] = {
-            task: metrics for part in parts for task, metrics in part.metrics.items()
-        }
-
-    def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
-        """Score a model's answers; see `Tasks`."""
-        answers = []
-        start = 0
-        for part in self._parts:
-            end = start + len(part.requests)
-            for of_task in part.answers(loglikelihoods[start:end], greedy[start:end]):
-                answers.append(replace(of_task, requests=of_task.requests + start))
-            start = end
-        return answers

@@ -1,7 +1,7 @@
 """`openquant diagnose`: measures what quantizing does to each layer, from its weights alone.
 
 Every weight is read: all scales are exact, and any NaN or infinity is found, also in tensors that stay unquantized. The
-errors of schemes are measured on evenly spaced rows and on the row of the largest weight, or with `full` on all rows.
+errors of schemes are measured on evenly spaced rows and on the row of the largest weight.
 Errors of one layer are summed over pieces of it: scales come from all weights, errors from these rows.
 
     diagnose_layers(plan, provider, workers=2).layers
@@ -57,18 +57,8 @@ def sample_step(shape: tuple[int, int]) -> int:
     return min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
 
 
-class MeasuredCheckpoint(NamedTuple):
-    """What was measured of a checkpoint.
-
-    Attributes:
-        layers: diagnosis of every layer that the plan quantizes, in the order of the checkpoint.
-        not_finite: counts of NaN and infinities in tensors that stay unquantized, by tensor name.
-    """
-
-    layers: tuple[LayerDiagnosis, ...]
-    not_finite: dict[str, NonFinite]
-
-
+# The layers, in the order of the plan; and NaN and infinities of tensors that stay unquantized, by name.
+Measured = tuple[tuple[LayerDiagnosis, ...], dict[str, NonFinite]]
 # Fused layers, which share per-tensor and global scales; or a tensor that stays unquantized.
 Task = tuple[Weight, ...] | TensorInfo
 
@@ -94,16 +84,13 @@ def shards_to_read(plan: Plan) -> dict[str, list[str]]:
     return {shard: sorted(names) for shard, names in needs.items()}
 
 
-def diagnose_layers(
-    plan: Plan, provider: ShardProvider, workers: int, full: bool = False, progress: Progress | None = None
-) -> MeasuredCheckpoint:
+def diagnose_layers(plan: Plan, provider: ShardProvider, workers: int, progress: Progress | None = None) -> Measured:
     """Measure every layer that a plan quantizes, and look for NaN and infinity in all other tensors.
 
     Args:
         plan: the plan, whose quantized layers are measured.
         provider: makes the shards of `shards_to_read` available as local files.
         workers: number of threads.
-        full: whether all rows of each layer are measured, not a sample.
         progress: called with the bytes read so far and their total, never from two threads at once. Quantized weights
             count as unquantized.
 
@@ -114,7 +101,7 @@ def diagnose_layers(
     Raises:
         SourceError: NaN or infinity in a weight to be quantized, or a source that cannot be read or downloaded.
     """
-    return _DiagnosisRun(plan, provider, full, progress).run(workers)
+    return _DiagnosisRun(plan, provider, progress).run(workers)
 
 
 def _tasks(plan: Plan) -> list[tuple[str, Task]]:
@@ -140,10 +127,9 @@ def _tasks(plan: Plan) -> list[tuple[str, Task]]:
 class _DiagnosisRun:
     """One call of `diagnose_layers`: the tasks still to do, and what was measured so far."""
 
-    def __init__(self, plan: Plan, provider: ShardProvider, full: bool, progress: Progress | None) -> None:
+    def __init__(self, plan: Plan, provider: ShardProvider, progress: Progress | None) -> None:
         self.plan = plan
         self.provider = provider
-        self.full = full
         self.progress = progress
 
         self.lock = threading.Lock()
@@ -152,18 +138,17 @@ class _DiagnosisRun:
         self.loops = loops(worth_compiling(plan))
         self.done = 0
 
-        # With all rows the weights are read twice: scales must be known before errors are measured.
-        layers = [weight for _, task in self.tasks if not isinstance(task, TensorInfo) for weight in task]
-        self.total = sum(weight.nbytes for weight in layers) * (2 if full else 1)
-        self.total += sum(task.nbytes for _, task in self.tasks if isinstance(task, TensorInfo))
-
+        self.total = sum(
+            task.nbytes if isinstance(task, TensorInfo) else sum(weight.nbytes for weight in task)
+            for _, task in self.tasks
+        )
         self.diagnoses: dict[str, LayerDiagnosis] = {}
         self.not_finite: dict[str, NonFinite] = {}
 
-    def run(self, workers: int) -> MeasuredCheckpoint:
+    def run(self, workers: int) -> Measured:
         work_as_shards_arrive(self.tasks, self.provider, self._begin, workers, self.stopped)
         layers = tuple(self.diagnoses[module] for module in self.plan.layers if module in self.diagnoses)
-        return MeasuredCheckpoint(layers, dict(sorted(self.not_finite.items())))
+        return layers, dict(sorted(self.not_finite.items()))
 
     def _begin(self) -> Callable[[Task], None]:
         return partial(self._measure, Reader(self.plan.decoded.where, self.provider.path))
@@ -217,7 +202,7 @@ class _FusedLayers:
         return [self._diagnose(ranges, samples, shared_absmax) for ranges, samples in layers]
 
     def _read(self, weight: Weight) -> tuple[WeightRanges, list[RowSample]]:
-        """Read all of a layer, and sample rows of it; none with `full`, when all rows are read a second time."""
+        """Read all of a layer, and sample rows of it."""
         ranges = WeightRanges(weight, self.run.loops)
         samples = []
         low = 0
@@ -228,12 +213,11 @@ class _FusedLayers:
                 extent = weight.extent(self.reader.where)
                 raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
 
-            if not self.run.full:
-                first = (step // 2 - low) % step
-                samples.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
-
+            first = (step // 2 - low) % step
+            samples.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
             low += len(bits)
-            self.run.advance(_unquantized_bytes(weight, len(bits)))
+            # In its unquantized dtype.
+            self.run.advance(weight.nbytes // weight.shape[0] * len(bits))
 
         return ranges, samples
 
@@ -257,7 +241,7 @@ class _FusedLayers:
                 storage = scheme.format.weights_only, scheme.searches_scales, scheme.clip_ratios
                 losses[name] = losses[encoded.setdefault(storage, name)]
 
-        for rows in self._all_rows(weight) if self.run.full else _sampled_rows(ranges, samples):
+        for rows in _sampled_rows(ranges, samples):
             values = to_float32(rows.bits, weight.dtype)
             energies = row_energies(values)
             count += len(energies)
@@ -273,17 +257,6 @@ class _FusedLayers:
             errors=_by_scheme({name: relative_error(energy, loss.noise) for name, loss in losses.items()}),
             row_errors=_by_scheme({name: math.sqrt(loss.row_noise / weight.shape[0]) for name, loss in losses.items()}),
         )
-
-    def _all_rows(self, weight: Weight) -> Iterator[RowSample]:
-        """All rows of a layer, about CHUNK weights at a time."""
-        low = 0
-        step = max(1, CHUNK // weight.shape[1])
-        for bits in self.reader.rows(weight, 1):
-            for start in range(0, len(bits), step):
-                part = bits[start : start + step]
-                yield RowSample(np.arange(low + start, low + start + len(part)), part)
-            low += len(bits)
-            self.run.advance(_unquantized_bytes(weight, len(bits)))
 
     def _keeps_codes(self, scheme: Scheme, weight: Weight) -> bool:
         """Whether the source is stored in the scheme already, and its codes stay."""
@@ -305,11 +278,6 @@ def _sampled_rows(ranges: WeightRanges, samples: list[RowSample]) -> Iterator[Ro
     for start in range(0, len(indices), step):
         rows = slice(start, start + step)
         yield RowSample(indices[rows], bits[rows], share, first_is_outlier=not start)
-
-
-def _unquantized_bytes(weight: Weight, rows: int) -> int:
-    """Bytes of so many rows of a weight in its unquantized dtype."""
-    return weight.nbytes // weight.shape[0] * rows
 
 
 Energies = npt.NDArray[np.float64]

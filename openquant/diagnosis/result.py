@@ -8,7 +8,7 @@ more: the options that help there are those to try.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class Diagnosis:
         revision: its commit on the Hub; None for a local model.
         architecture: name of the architecture whose registry entry was used.
         scheme: name of the requested scheme.
-        rows_read: share of all rows that was measured; 1.0 with `full`.
+        rows_read: share of all rows that was measured.
         layers: every layer that the scheme would quantize, in the order of the checkpoint.
         normal: row errors of normally distributed weights, by scheme.
         bytes: size of the output's tensors.
@@ -196,6 +196,41 @@ MEASURED = (
 def measured_kl(scheme: Scheme) -> float | None:
     """Return the KL divergence that was measured of a scheme without a calibration, in nats; None if none was."""
     return next((row.kl for row in MEASURED if row.options == f"--scheme {scheme.name}"), None)
+
+
+# The first that a GPU multiplies is its fastest: outliers of activations harm INT8, and FP8 needs no calibration. FP4
+# products are not here, because they double what is lost.
+FASTEST = {"channel": "FP8", "int8": "INT8"}
+
+
+def advise(
+    schemes: Mapping[str, Collection[str]], calibrate: bool = True
+) -> tuple[Measurement | None, Measurement | None]:
+    """Say which scheme to take.
+
+    Args:
+        schemes: names of schemes to choose from, with the numbers that the GPU multiplies ("FP8", "16 bits" or
+            "emulated", as in formats/hardware.py); nothing if these are not known.
+        calibrate: whether a calibration is possible.
+
+    Returns:
+        The fastest, or None if nothing is multiplied in eight bits; and the closest, or None if none was measured. What
+        is emulated is neither.
+    """
+    able = {name: numbers for name, numbers in schemes.items() if "emulated" not in numbers}
+
+    losses = [least_loss(SCHEMES[name], calibrate) for name in able]
+    closest = min(filter(None, losses), key=lambda row: row.kl, default=None)
+
+    own = (name for name, numbers in FASTEST.items() if set(able.get(name, ())) == {numbers})
+    fastest = next((least_loss(SCHEMES[name], calibrate) for name in own), None)
+    return fastest, closest
+
+
+def least_loss(scheme: Scheme, calibrate: bool = True) -> Measurement | None:
+    """Find how a scheme lost least, with a calibration if one is possible; None if it was not measured."""
+    rows = [row for row in MEASURED if row.scheme == scheme and (calibrate or not row.readings)]
+    return min(rows, key=lambda row: row.kl, default=None)
 
 
 def choices(plan: Plan) -> tuple[Choice, ...]:

@@ -35,7 +35,7 @@ from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_thr
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
-from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer, teacher_forced
+from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer
 from .kl import compare_logits
 from .results import (
     Evaluation,
@@ -118,8 +118,6 @@ class _Comparison:
 
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
-        # The most probable next token at each position of the first document, by pass.
-        self.top_tokens: dict[int, list[int]] = {}
         # The source's logits of the document that is being compared.
         self.source_logits: Tensor | None = None
         # Generators of the rounding noise of this process's documents.
@@ -155,7 +153,7 @@ class _Comparison:
         """Make what tells of the progress, from the tokens of texts, tasks and answers."""
         text_tokens = self.passes * len(self.local_documents) * self.corpus.length
         if self.tasks is not None:
-            text_tokens += self.tasks.models * self.tasks.local_tokens
+            text_tokens += self.tasks.models * sum(pack.ids.size for pack in self.tasks.packs)
 
         answer_tokens = 0
         if self.answers_prompts:
@@ -198,8 +196,13 @@ class _Comparison:
         if self.checkpoint is not None:
             self._continue_from(self.checkpoint)
 
+        passes = [self._passes_of(document) for document in self.local_documents]
+        if self.tasks is not None:
+            # Those of all packs of questions come after those of the texts.
+            passes += [self.tasks.of_pack(number) for number in range(len(self.tasks.packs))]
+
         run_interleaved(
-            [*map(self._passes_of, self.local_documents), *self._task_passes()],
+            passes,
             finished=self._take_logits,
             after_unit=self._after_unit,
             scratch=scratch,
@@ -260,24 +263,14 @@ class _Comparison:
                 output["tasks"] = of_tasks
         return evaluation
 
-    def _task_passes(self) -> list[list[ForwardPass[Tensor]]]:
-        """Return the passes of all packs of questions, which come after those of the texts."""
-        return [] if self.tasks is None else [self.tasks.of_pack(number) for number in range(len(self.tasks.packs))]
-
     def _answers(self) -> list[list[dict[str, Any]]]:
-        """Return the `texts` of each output: answers to prompts, or else teacher-forced predictions along a text."""
+        """Return the `texts` of each output: the answers to prompts."""
         tokenizer = self.settings.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or not self.prompts:
             return [[] for _ in self.outputs]
-        if self.prompts:
-            served = [output.served for output in self.outputs]
-            answered = partial(self.progress.more_done, TOKENS)
-            return compare_answers(self.model, served, tokenizer, self.prompts, answered)
-        ids = self.corpus.documents[0].ids
-        return [
-            [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
-            for output in self.outputs
-        ]
+        served = [output.served for output in self.outputs]
+        answered = partial(self.progress.more_done, TOKENS)
+        return compare_answers(self.model, served, tokenizer, self.prompts, answered)
 
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
         """Return all passes of a document, by number."""
@@ -350,7 +343,6 @@ class _Comparison:
         index = self.local_documents[group]
         if index == 0:
             self._compare_weights(REST, number)
-            self.top_tokens[number] = pass_logits.argmax(-1).tolist()
 
         if number == 0:
             self.source_logits = pass_logits

@@ -50,7 +50,7 @@ from ..version import __version__
 from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .task_passes import TaskRequests
-from .types import CHANGED, ENOUGH_TEXTS, OutputEvaluation, kl_text, verdict_word
+from .types import CHANGED, ENOUGH_TEXTS, OutputEvaluation, verdict_word
 from .verdict import LayerFigures, Suspect, WeightChange, suspects_by_config, suspects_by_layers, suspects_by_weights
 
 # Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
@@ -423,7 +423,7 @@ def _reasons(figures: Mapping[str, Any], floor: Mapping[str, Any], suspects: Seq
     times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
     beyond = f" (broken is more than {CHANGED})" if kl > CHANGED else ""
     return [
-        f"mean KL {kl_text(kl, floor['kl'])} nats{times}{beyond}",
+        f"mean KL {kl:.3g} nats{times}{beyond}",
         f"the most probable token is the same at {100 * figures['top1']:.2f} % of positions, "
         f"at {100 * floor['top1']:.2f} % with the floor's noise",
         f"perplexity is {ratio:.4g} times the source's",

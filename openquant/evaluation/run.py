@@ -24,14 +24,12 @@ from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, Taken, taken_by
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..hub.source import Source, find_source, model_folder
-from ..job import file_places, model_place
 from ..machine import find_device
 from ..options import Evaluate, Texts, files_read, verb
 from ..plan.architecture import known_architecture
-from ..result import Place, Preview, Reporter, default_reporter
+from ..result import Reporter, default_reporter
 from ..streaming import session
 from ..streaming.memory import answer_memory, evaluation_steps, hidden_bytes, memory_left
-from .types import counted_questions
 
 if TYPE_CHECKING:
     from ..streaming.pass_checkpoint import PassCheckpoint
@@ -210,43 +208,6 @@ def _conditions(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> dict[str, s
         "number of ranks": str(ranks.size),
         "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
     }
-
-
-def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
-    """Check what evaluate() checks first, and say what it would do. Nothing is written.
-
-    Args:
-        options: options of the evaluation.
-        texts: options that say which texts.
-
-    Returns:
-        What would be read, done and written.
-
-    Raises:
-        OpenQuantError: evaluate() would refuse it.
-    """
-    device = find_device(options.device, 0)
-    inputs = _check_inputs(options, texts, Ranks())
-
-    does = [f"{inputs.corpus.described} run through {len(inputs.models)} models on {device}"]
-    if inputs.tasks is not None:
-        does.append(f"{counted_questions(inputs.tasks.tasks.questions)} of tasks")
-
-    written = [file.path for file in inputs.files if file is not None]
-    models = list(zip(inputs.models, inputs.named, strict=True))
-
-    return Preview(
-        reads=(
-            *(model_place(model, checkpoint) for model, (_, checkpoint) in models),
-            *file_places({**vars(options), **vars(texts)}),
-        ),
-        does=tuple(does),
-        writes=tuple(
-            Place(str(path.absolute()), f"results{', which are replaced' if path.exists() else ''}") for path in written
-        ),
-        download_bytes=sum(model.remote_bytes(checkpoint.shards) for model, (_, checkpoint) in models),
-        notes=inputs.corpus.notes,
-    )
 
 
 def _pass_checkpoint(options: Evaluate, inputs: _Inputs, ranks: Ranks) -> PassCheckpoint | None:

@@ -155,11 +155,6 @@ class TaskPasses:
         """The number of models, which is the number of passes of a pack."""
         return 1 + len(self.outputs)
 
-    @property
-    def local_tokens(self) -> int:
-        """The number of tokens of this process's packs, for one model."""
-        return sum(pack.ids.size for pack in self.packs)
-
     def of_pack(self, number: int) -> list[ForwardPass[Tensor]]:
         """Return the passes of a pack of this process: the source, then each output as engines serve it."""
         pack = self.packs[number]

@@ -5,7 +5,6 @@ Reports import this module, so it imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 # The content of an eval.json: docs/figures.md explains its keys, docs/schema/eval.json has their types.
@@ -37,24 +36,3 @@ def verdict_word(kl: float, floor: float) -> str:
         return "same"
     limits = {"close": CLOSE, "similar": SIMILAR, "changed": CHANGED}
     return next((word for word, limit in limits.items() if kl <= limit), "broken")
-
-
-def kl_text(kl: float, floor: float) -> str:
-    """Format a mean KL divergence with three digits, or as many as its verdict needs: "0.0123"; "0.1003" is "changed".
-
-    Args:
-        kl: mean KL divergence of the output from the source, in nats.
-        floor: that of the noise floor.
-    """
-    return round_figure(kl, lambda figure: verdict_word(figure, floor))
-
-
-def round_figure(figure: float, said: Callable[[float], object]) -> str:
-    """Format a figure with three digits, or as many as it takes to say the same of it.
-
-    Args:
-        figure: a finite number.
-        said: what is said of a figure, such as whether it is above a limit.
-    """
-    texts = (f"{figure:.{digits}g}" for digits in range(3, 18))
-    return next(text for text in texts if said(float(text)) == said(figure))

@@ -2,7 +2,6 @@
 
 | module | what it does |
 |---|---|
-| `advice` | the one rule: which scheme is closest, and which is fastest |
 | `table` | `openquant fit`: every scheme in one table, from headers alone |
 | `budget` | reads `--fit` and `--gpu`: bits a weight, bytes, GPUs by memory or name, or a KL divergence |
 | `menu` | units of layers that need one scheme, the schemes that may be chosen, the best mixtures of all sizes |

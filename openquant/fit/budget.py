@@ -22,7 +22,7 @@ from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache,
 from ..registry.architecture import MTP_LAYER
 
 if TYPE_CHECKING:
-    from ..distributed import Ranks
+    pass
 
 # Options of a recipe that --fit decides.
 CHOSEN = (
@@ -89,19 +89,6 @@ def refuse_options(recipe: Recipe) -> None:
     flag = next((flags_of(name, options_of(Recipe)[name])[0] for name in given), None)
     if flag is not None:
         raise UsageError(f"--fit chooses the schemes, and {flag} is given", "leave one of them out")
-
-
-def refuse_ranks(ranks: Ranks) -> None:
-    """Refuse --fit in several processes.
-
-    Args:
-        ranks: the processes of the run.
-
-    Raises:
-        UsageError: there are several.
-    """
-    if ranks.size > 1:
-        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
 
 
 def read_gpus(text: str) -> Budget:

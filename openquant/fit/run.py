@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibration.run import texts_steps
 from ..distributed import Ranks
-from ..errors import PlanError
+from ..errors import PlanError, UsageError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, prepare
 from ..options import FitOptions, Recipe, Run, Search, Texts, values_for, verb
@@ -33,7 +33,7 @@ from ..plan.decisions import PlanOptions
 from ..recipes import Request
 from ..result import Reporter, default_reporter
 from ..streaming.memory import memory_left
-from .budget import Budget, read_budget, read_gpus, refuse_ranks, weights_on_gpus
+from .budget import Budget, read_budget, read_gpus, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
 from .session import Session
 from .table import Point, SearchResult, words_of_options
@@ -73,7 +73,8 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
     fit = request.fit
     assert fit.fit is not None
     budget = read_budget(fit.fit)
-    refuse_ranks(ranks)
+    if ranks.size > 1:
+        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
 
     opened = open_source(run, ranks, reporter)
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)

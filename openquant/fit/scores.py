@@ -48,17 +48,8 @@ from .menu import UNQUANTIZED, Mixture, Scores, Unit, UnitChoice
 CARRIED_BITS = 4.5
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a pass over texts measured.
-
-    Attributes:
-        records: for each mixture, the figures of each document.
-        changed: the mean squared change of the hidden state relative to the source's, by number of the unit and choice.
-    """
-
-    records: Sequence[Sequence[DocumentRecord]]
-    changed: Mapping[tuple[int, str], float]
+# By mixture the figures of each document; and by unit and choice the mean relative squared change of hidden states.
+Measured = tuple[Sequence[Sequence[DocumentRecord]], Mapping[tuple[int, str], float]]
 
 
 @dataclass(frozen=True)
@@ -82,14 +73,6 @@ def places_of(model: StreamedModel, units: Sequence[Unit]) -> list[str]:
     """Return the unit of the streamed model, a layer or the output head, that each unit is in."""
     targets = _targets(model)
     return [model.unit_of(targets[next(iter(unit.weights.values())).source.name]) for unit in units]
-
-
-def repeats_source(model: StreamedModel) -> bool:
-    """Return whether a variant gives before its own layer what the source gives, and need not be computed there.
-
-    Not so where layers read keys and values that earlier layers of the same pass have left.
-    """
-    return not getattr(model.model.config.get_text_config(), "num_kv_shared_layers", None)
 
 
 def _targets(model: StreamedModel) -> dict[str, str]:
@@ -238,7 +221,9 @@ def measure_mixtures(
     changes = changes or {}
     run = _Run(_Quantizer(model, units, fused, loops, keeps=not changes), corpus, mixtures, changes)
     if checkpoint is not None:
-        run.continue_from(checkpoint)
+        # It saves what is measured in layers, and has what an earlier run saved.
+        checkpoint.extra = lambda: run.changed
+        run.changed.update(checkpoint.saved or {})
     with limited_threads(model, corpus.length), run.wrapped_layers():
         head = [name for name in model.units if name not in model.layers and name in run.quantizer.places]
         done = PassProgress([*model.layers, *head], (1 + len(mixtures)) * run.tokens, progress)
@@ -246,7 +231,7 @@ def measure_mixtures(
             run.batches(), finished=run.compare, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )
     changed = {key: total / run.tokens for key, total in run.changed.items()}
-    return Measured(run.records, changed)
+    return run.records, changed
 
 
 @dataclass
@@ -262,7 +247,9 @@ class _Run:
         self.model = self.quantizer.model
         self.order = {name: number for number, name in enumerate(self.model.units)}
         self.tokens = len(self.corpus.documents) * self.corpus.length
-        self.repeats_source = repeats_source(self.model)
+        # Whether a variant gives before its own layer what the source gives, and need not be computed there.
+        config = self.model.model.config.get_text_config()
+        self.repeats_source = not getattr(config, "num_kv_shared_layers", None)
         self.carried = {next(iter(mixture.items())) for mixture in self.mixtures if len(mixture) == 1}
 
         self.records: list[list[DocumentRecord]] = [[] for _ in self.mixtures]
@@ -380,11 +367,6 @@ class _Run:
             compare_logits(self.source_logits[one.document], logits, ids, piece.domain, piece.name, names)
         )
 
-    def continue_from(self, checkpoint: PassCheckpoint) -> None:
-        """Have the checkpoint save what is measured in layers, and take what an earlier run saved."""
-        checkpoint.extra = lambda: self.changed
-        self.changed.update(checkpoint.saved or {})
-
 
 def _relative_change(source: Any, output: Any) -> float:
     """Squared changes of a hidden state relative to the source's, added over tokens."""
@@ -432,13 +414,14 @@ def scores_of(
     Returns:
         The KL divergence of each choice: measured, or that of the measured choice times the ratio of their changes.
     """
+    records, changed = measured
     kl: list[dict[str, float]] = [{UNQUANTIZED: 0.0} for _ in units]
-    for mixture, documents in zip(mixtures, measured.records, strict=True):
+    for mixture, documents in zip(mixtures, records, strict=True):
         [(number, name)] = mixture.items()
         own_kl = sum(float(record.kl.sum()) for record in documents) / sum(len(record.kl) for record in documents)
-        own = measured.changed.get((number, name), 0.0)
+        own = changed.get((number, name), 0.0)
         for other in changes.get(number, (name,)):
-            ratio = measured.changed[number, other] / own if own else 0.0
+            ratio = changed[number, other] / own if own else 0.0
             kl[number][other] = own_kl if other == name else own_kl * ratio
     return kl
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from ..convert.conversion import loops, worth_compiling
 from ..data.corpus import Corpus, read_corpus
@@ -122,6 +122,7 @@ class Session:
             SourceError: the model or a text cannot be read.
             OutputError: the scores cannot be written.
         """
+        from ..streaming.pass_checkpoint import PassCheckpoint
         from .scores import scores_of
 
         kept = self.kept
@@ -139,7 +140,10 @@ class Session:
 
         on_note(f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}")
         mixtures, changes = self._variants
-        checkpoint = self._checkpoint()
+        checkpoint = None
+        # Of others something else than arguments may go from layer to layer.
+        if known_architecture(self.opened.checkpoint) is not None:
+            checkpoint = PassCheckpoint(part_path(target.path, Ranks()), self._conditions)
         if checkpoint is not None and checkpoint.saved is not None:
             on_note("--fit: an earlier run is continued")
 
@@ -153,7 +157,7 @@ class Session:
 
     def measure(self, corpus: Corpus, mixtures: Sequence[Mixture]) -> Sequence[Sequence[DocumentRecord]]:
         """Run the source and mixtures of it over texts, and return the figures of each document for each mixture."""
-        return self._measure(corpus, mixtures).records
+        return self._measure(corpus, mixtures)[0]
 
     def corpus(self) -> Corpus:
         """Read the texts that mixtures are compared on."""
@@ -167,15 +171,6 @@ class Session:
         opened = self.opened
         tokenizer = find_tokenizer(opened.source, opened.checkpoint)
         return read_corpus(wanted, tokenizer, purpose)
-
-    def _checkpoint(self) -> PassCheckpoint | None:
-        """The file that interrupted scoring continues from; None if something else than arguments may go from layer to
-        layer."""
-        from ..streaming.pass_checkpoint import PassCheckpoint
-
-        if known_architecture(self.opened.checkpoint) is None:
-            return None
-        return PassCheckpoint(part_path(self._target.path, Ranks()), self._conditions)
 
     def _model(self) -> StreamedModel:
         from ..streaming.model import StreamedModel
@@ -229,11 +224,7 @@ _VERSION = 1
 _MOST = 64 << 20
 
 
-def _recognizes(file: BinaryIO) -> bool:
-    return re.match(rb'\{\s*"openquant_scores"', file.read(64)) is not None
-
-
-SCORES = FileKind("a file of scores", _recognizes)
+SCORES = FileKind("a file of scores", lambda file: bool(re.match(rb'\{\s*"openquant_scores"', file.read(64))))
 
 
 def scores_json(scores: Scores, units: Sequence[Unit], conditions: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
-from ..diagnosis.result import MODEL, Measurement, activations, measured_kl
+from ..diagnosis.result import MODEL, Measurement, activations, advise, least_loss, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, SchemeName, find_kernel
@@ -40,7 +40,6 @@ from ..plan.serving import (
 )
 from ..registry.architecture import is_head
 from ..weights.find import with_tool_config
-from .advice import advise, least_loss
 from .budget import Budget, allowed_context, read_gpus
 
 # Memory of the GPUs in a table for no GPU.

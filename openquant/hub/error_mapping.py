@@ -2,16 +2,13 @@
 
 The client's messages have several lines, of which only the last are the server's, and some say only that something
 failed. Downloads and uploads both use these functions.
-
-If a repository does not exist, the hint names those with a similar name.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from urllib.parse import unquote
 
 from ..errors import OpenQuantError, OutputError, SourceError, UsageError
@@ -22,7 +19,6 @@ _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 _LONGEST = 1000
 _LOG_IN_HINT = "log in with a token that may (hf auth login), or push to a repository of your own"
 WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
-CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 
 # The server's reason when an account is full, which no login changes.
 _FULL = re.compile(r"storage.{0,40}limit|limit.{0,40}storage|storage.{0,40}quota", re.IGNORECASE)
@@ -130,7 +126,9 @@ def error_reason(error: BaseException) -> str:
 
     if isinstance(error, HfHubHTTPError):
         path = unquote(error.response.request.url.path)
-        text = f"{error.response.status_code} for {path}: {_server_reason(error)}"
+        # The standard phrase for the status if the server gave no reason.
+        reason = error.server_message or error.response.reason_phrase or "no reason given"
+        text = f"{error.response.status_code} for {path}: {reason}"
     else:
         text = str(error).strip() or type(error).__name__
     text = without_queries(text)
@@ -141,35 +139,46 @@ def error_reason(error: BaseException) -> str:
     return line
 
 
-def _server_reason(error: BaseException) -> str:
-    """The server's reason, or the standard phrase for the status if it gave none."""
-    message = getattr(error, "server_message", None)
-    if message:
-        return str(message)
-    response = getattr(error, "response", None)
-    return getattr(response, "reason_phrase", "") or "no reason given"
-
-
 @contextmanager
-def source_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Raise exceptions of huggingface_hub in the `with` block as SourceError with a hint.
-
-    Args:
-        repo: the source's repository, such as "org/name", for messages.
-        revision: the branch, tag or commit; None for the default branch.
-
-    Raises:
-        Unreachable: a retry may help.
-        NotFound: there is no such repository; the hint names similar ones.
-        SourceError: all other failures.
-        OpenQuantError: one that is raised in the block stays as it is.
-    """
+def _raised_as(explain: Callable[[Exception], OpenQuantError | None]) -> Iterator[None]:
+    """Raise exceptions of huggingface_hub in the `with` block as what explains them; others keep their traceback."""
     try:
         yield
     except OpenQuantError:
         raise
     except Exception as error:
-        raise _missing(error, repo, revision) or _source_error(error, repo, revision) from None
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def source_errors(repo: str, revision: str | None) -> AbstractContextManager[None]:
+    """Raise exceptions of huggingface_hub in the `with` block as SourceError with a hint.
+
+    Args:
+        repo: the repository.
+        revision: the branch, tag or commit; None for the main branch.
+
+    Raises:
+        NotFound: there is no such repository.
+        Unreachable: the Hub cannot be reached, or is too busy.
+        SourceError: anything else went wrong.
+    """
+    return _raised_as(lambda error: _missing(error, repo, revision) or _source_error(error, repo, revision))
+
+
+def push_errors(repo: str) -> AbstractContextManager[None]:
+    """Raise exceptions of huggingface_hub in the `with` block as PushError with a hint.
+
+    Args:
+        repo: the repository.
+
+    Raises:
+        PushError: the client or the server refused something.
+        UsageError: the repository has no valid id.
+    """
+    return _raised_as(lambda error: _push_error(error, repo))
 
 
 def _missing(error: Exception, repo: str, revision: str | None) -> SourceError | None:
@@ -190,11 +199,9 @@ def _missing(error: Exception, repo: str, revision: str | None) -> SourceError |
         return SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit")
 
     if isinstance(error, RepositoryNotFoundError):
-        near = similar_repositories(repo)
-        similar = f"similar repositories: {', '.join(near)}; " if near else ""
         return NotFound(
             f"{repo} is neither a local directory nor a repository on the Hub",
-            f"{similar}check the name; for a private repository run: hf auth login",
+            "check the name; for a private repository run: hf auth login",
         )
     return None
 
@@ -234,30 +241,6 @@ def _source_error(error: Exception, repo: str, revision: str | None) -> SourceEr
     )
 
 
-@contextmanager
-def push_errors(repo: str) -> Iterator[None]:
-    """Raise exceptions of huggingface_hub in the `with` block as PushError with a hint.
-
-    Args:
-        repo: the repository to push to, such as "org/name", for messages.
-
-    Raises:
-        PushError: the push failed.
-        UsageError: the repository's name is not valid.
-        OpenQuantError: one that is raised in the block stays as it is.
-    """
-    try:
-        yield
-    except OpenQuantError:
-        raise
-    except Exception as error:
-        # Any other exception is a bug of ours, and keeps its traceback.
-        explained = _push_error(error, repo)
-        if explained is None:
-            raise
-        raise explained from None
-
-
 def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     """What to raise if a push failed; None if the exception is none of the client's."""
     from huggingface_hub.errors import (
@@ -290,27 +273,3 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
         return PushError(f"{repo} could not be pushed to: {reason}", hint or kept)
     return None
-
-
-def similar_repositories(repo: str) -> list[str]:
-    """Ask the Hub for repositories whose names are near, of the same owner if one is given.
-
-    Args:
-        repo: "org/name" or "name".
-
-    Returns:
-        At most three names, the nearest first; none if there are none, or if the Hub does not answer.
-    """
-    from huggingface_hub import HfApi
-
-    owner, _, name = repo.rpartition("/")
-    begin = re.split(r"[-_.]", name)[0]
-    try:
-        models = HfApi().list_models(author=owner or None, search=begin, sort="downloads", limit=200)
-        names = [str(model.id) for model in models]
-    except Exception:
-        # The error that is being reported is another one.
-        return []
-
-    keys = {found.lower() if owner else found.lower().rpartition("/")[2]: found for found in reversed(names)}
-    return [keys[key] for key in difflib.get_close_matches(repo.lower(), keys)]

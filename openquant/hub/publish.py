@@ -36,7 +36,7 @@ from ..formats.quantization import quantization_places
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
-from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason, is_transient, push_errors, status_of
+from .error_mapping import WRITE_TOKEN_HINT, PushError, error_reason, is_transient, push_errors, status_of
 from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ class Publisher:
             The names of the repository's files; None if there was none.
 
         Raises:
-            PushError: the user may not write there, the Hub refuses the card, or the repository holds weights that
-                the model would not replace, or that it must not replace.
+            PushError: the user may not write there, or the repository holds weights that the model would not replace,
+                or that it must not replace.
             UsageError: the repository's name is not valid.
             SourceError: weights of the repository cannot be read.
         """
@@ -129,8 +129,6 @@ class Publisher:
         text = card.decode("utf-8", "replace")
         repository = self.find()
         with push_errors(self.repo):
-            if card:
-                require_valid_card(self.repo, published_card(text, self.repo, None))
             if repository is not None and self.push.private and repository.private is False:
                 raise PushError(
                     f"{self.repo} exists and is public, so what --private asks for is not the case",
@@ -139,7 +137,6 @@ class Publisher:
             if repository is None:
                 self.private = self.push.private or has_private_base(text)
             if repository is None and not creates:
-                require_namespace(self.repo)
                 return None
             if repository is None:
                 # If it need not be private, the organization's default counts.
@@ -178,14 +175,22 @@ class Publisher:
             PushError: the user is not logged in, or may not read it.
             UsageError: its name is not valid.
         """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
         with push_errors(self.repo):
             user = user_name(self.repo)
             if "/" not in self.repo:
                 self.repo = f"{user}/{self.repo}"
-            repository = find_repository(self.repo)
+            try:
+                repository = with_retries(lambda: HfApi().model_info(self.repo, files_metadata=True))
+            except GatedRepoError:
+                raise
+            except RepositoryNotFoundError:
+                return None
+
         # The current name, if it was renamed or has other capital letters.
-        if repository is not None:
-            self.repo = repository.id
+        self.repo = repository.id
         return repository
 
     def _is_ours(self, name: str, sha256: str) -> bool:
@@ -459,71 +464,19 @@ OTHER_REPOSITORY_HINT = (
 )
 
 
-def _who_am_i() -> tuple[dict[str, Any], str]:
-    """What the Hub says of the user who is logged in, and the role of the token."""
-    from huggingface_hub import HfApi
-
-    user = with_retries(HfApi().whoami)
-    token = (user.get("auth") or {}).get("accessToken") or {}
-    return user, token.get("role", "")
-
-
 def user_name(repo: str) -> str:
     """Return the name of the user who is logged in to the Hub.
 
     Raises:
         PushError: the token is read-only; the message names the repository to push to.
     """
-    user, role = _who_am_i()
-    if role == "read":
+    from huggingface_hub import HfApi
+
+    user = with_retries(HfApi().whoami)
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", WRITE_TOKEN_HINT)
     return str(user["name"])
-
-
-def require_namespace(repo: str) -> None:
-    """Check that the user is the owner of a repository that is to be created, or a member of the organization.
-
-    What a fine-grained token may do is known only when it is used.
-
-    Raises:
-        PushError: the user is neither.
-    """
-    user, role = _who_am_i()
-    if role == "fineGrained":
-        return
-
-    owner, _, name = repo.partition("/")
-    owners = [user["name"], *(organization["name"] for organization in user.get("orgs") or ())]
-    if owner.lower() not in map(str.lower, owners):
-        raise PushError(
-            f"{repo} cannot be created: {user['name']} is no member of {owner}",
-            f"push to {user['name']}/{name}, or log in as somebody who may",
-        )
-
-
-def find_repository(name: str) -> ModelInfo | None:
-    """Return the Hub's information on a repository.
-
-    Args:
-        name: "org/name"; it may be a former name.
-
-    Returns:
-        huggingface_hub's ModelInfo, with the size and digest of each file; None if there is no such repository or the
-        user cannot see it.
-
-    Raises:
-        HFValidationError: it is no possible name.
-        GatedRepoError: the repository is gated, and the user has no access to it.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        return with_retries(lambda: HfApi().model_info(name, files_metadata=True))
-    except GatedRepoError:
-        raise
-    except RepositoryNotFoundError:
-        return None
 
 
 def has_private_base(card: str) -> bool:
@@ -543,32 +496,6 @@ def has_private_base(card: str) -> bool:
             if with_retries(partial(HfApi().model_info, name)).private:
                 return True
     return False
-
-
-def require_valid_card(repo: str, card: str) -> None:
-    """Have the Hub check the metadata of a model card, as it does before it accepts a commit.
-
-    Args:
-        repo: the repository to push to, for the error message.
-        card: the text of README.md.
-
-    Raises:
-        PushError: the Hub refuses the card (status 400); the message names the fields.
-    """
-    from huggingface_hub import constants, get_session, hf_raise_for_status
-    from huggingface_hub.errors import BadRequestError
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    body = {"content": card, "repoType": "model"}
-
-    def validate() -> None:
-        address = f"{constants.ENDPOINT}/api/validate-yaml"
-        hf_raise_for_status(get_session().post(address, json=body, headers=build_hf_headers()))
-
-    try:
-        with_retries(validate)
-    except BadRequestError as error:
-        raise PushError(f"{repo} refuses the model card: {error_reason(error)}", CARD_HINT) from None
 
 
 def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import SourceError, UsageError
 from ..files import model_files
@@ -210,7 +210,7 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
     """
     path = Path(model)
     with readable():
-        if _exists(path):
+        if path.exists():
             return path
     from huggingface_hub import constants
 
@@ -238,7 +238,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
         raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
 
     with readable():
-        exists = _exists(path)
+        exists = path.exists()
     if exists and revision is not None:
         kind = "directory" if path.is_dir() else "file"
         raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
@@ -254,15 +254,6 @@ def find_source(model: str, revision: str | None = None) -> Source:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
 
     return repository_source(repo, pinned or revision)
-
-
-def _exists(path: Path) -> bool:
-    """Whether a path exists. Unlike Path.exists() in Python 3.14, raises if that cannot be looked up."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return True
 
 
 def local_source(path: Path) -> Source:
@@ -448,7 +439,6 @@ Result = TypeVar("Result")
 def with_retries(
     call: Callable[[], Result],
     waits: Sequence[float] = WAITS,
-    sleep: Callable[[float], None] = time.sleep,
     is_retryable: Callable[[BaseException], bool] = is_transient,
 ) -> Result:
     """Call a function, and again after each wait while it fails with a retryable error.
@@ -456,7 +446,6 @@ def with_retries(
     Args:
         call: the function.
         waits: seconds to wait before each retry.
-        sleep: the function that waits.
         is_retryable: returns whether an exception is worth a retry.
 
     Returns:
@@ -471,7 +460,7 @@ def with_retries(
         except Exception as error:
             if not is_retryable(error):
                 raise
-            sleep(wait)
+            time.sleep(wait)
     return call()
 
 
@@ -538,23 +527,6 @@ COPIES = 4
 _CLIENT_FOLDER = ".cache"
 # Files that only outputs have, which are no part of a source.
 _OF_OUTPUTS = (model_files.JOURNAL_FILE, model_files.EVAL_FILE)
-
-
-@dataclass(frozen=True)
-class Download:
-    """The size of what a run downloads from the Hub.
-
-    Attributes:
-        nbytes: size of all shards and files in bytes.
-        streamed: the most bytes of shards that are on disk at a time if they are streamed.
-        files: number of files that are not shards.
-        file_bytes: their size in bytes.
-    """
-
-    nbytes: int
-    streamed: int
-    files: int
-    file_bytes: int
 
 
 def memory_needed(source: Source) -> int:
@@ -726,18 +698,9 @@ class ShardSupply:
                 with output_errors(path, "removed"):
                     path.unlink()
 
-    def _is_stopped(self) -> bool:
-        return self._closed or bool(self._failure)
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _sleep(self, seconds: float) -> None:
-        """Sleep between two tries of a download, until the supply is closed."""
-        with self._changed:
-            if self._changed.wait_for(self._is_stopped, seconds):
-                raise _SupplyClosed
 
     def _download_all(self) -> None:
         """Download one shard after the other, until all are there; the work of a thread."""
@@ -752,7 +715,7 @@ class ShardSupply:
     def _next_download(self) -> str | None:
         """Wait until the next shard may be downloaded, and return its name; None if there is none."""
         with self._changed:
-            while self._queue and not self._is_stopped():
+            while self._queue and not self._closed and not self._failure:
                 name = self._queue[0]
                 ahead = len(self._begun - self._requested)
                 if self.scratch is None or name in self._requested or ahead < AHEAD:
@@ -763,7 +726,7 @@ class ShardSupply:
 
     def _download(self, name: str) -> Path:
         """Download a shard, and compare it with the SHA-256 that the Hub states of large files."""
-        path = with_retries(lambda: self._download_once(name), sleep=self._sleep)
+        path = with_retries(lambda: self._download_once(name))
         expected = self.source.remote[name].digest
         with output_errors(path, "read"):
             if len(expected) == 64 and model_files.file_sha256(path, name) != expected:
@@ -784,9 +747,7 @@ class ShardSupply:
         assert repo is not None
         with source_errors(repo, revision):
             try:
-                path = hf_hub_download(
-                    repo, name, revision=revision, local_dir=self.scratch, tqdm_class=self._progress_class()
-                )
+                path = hf_hub_download(repo, name, revision=revision, local_dir=self.scratch)
             except OSError as error:
                 # The client's own errors are OSErrors too, without a number.
                 if self.scratch is None or error.errno is None:
@@ -794,28 +755,6 @@ class ShardSupply:
                 with output_errors(self.scratch / name):
                     raise
         return Path(path)
-
-    def _progress_class(self) -> type[Any]:
-        """A progress bar class that shows nothing, and ends a download once the supply is closed."""
-        from tqdm import tqdm
-
-        supply = self
-
-        class Watch(tqdm):  # type: ignore[type-arg]
-            def __init__(self, *arguments: Any, **options: Any) -> None:
-                options.pop("name", None)
-                super().__init__(*arguments, **{**options, "disable": True})
-
-            def update(self, n: float | None = 1) -> bool | None:
-                if supply._is_stopped():
-                    raise _SupplyClosed
-                return super().update(n)
-
-        return Watch
-
-
-class _SupplyClosed(Exception):
-    """Raised in a download thread once the supply is closed."""
 
 
 @contextmanager

@@ -152,19 +152,19 @@ class _Comparer:
             if is_lost:
                 lost.add(prefix)
 
+        lost_parts = (
+            prefix
+            for prefix, conditions in self.known.some.items()
+            if self.config.holds(conditions) and not self.stored.has_below(prefix)
+        )
         self.losses = [
-            *(Loss("", None, prefix, 1) for prefix in self._lost_parts()),
+            *(Loss("", None, prefix, 1) for prefix in lost_parts),
             *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
             *self.losses,
         ]
 
         self._compare_shapes()
         self.misfits += self.config.find_wrong_lengths()
-
-    def _lost_parts(self) -> Iterator[str]:
-        for prefix, conditions in self.known.some.items():
-            if self.config.holds(conditions) and not self.stored.has_below(prefix):
-                yield prefix
 
     def _compare_list(self, prefix: str, layers: LayerList) -> tuple[int, bool]:
         """Compare a list of layers. Returns how many tensors it must have, and whether all are lost."""
@@ -204,8 +204,7 @@ class _Comparer:
                 for path, tensors in _subtrees(expected, kind.keys() - names)
                 for number in within
             ]
-            self._compare_counts(stored, kind, within)
-            self._compare_uncounted(stored, kind, within)
+            self._compare_experts(stored, kind, within)
         if len(self.losses) == before:
             self._compare_occurrences(prefix, layers, stored)
         return length * fewest, False
@@ -268,51 +267,34 @@ class _Comparer:
         sizes = self.config.size(expression) or {found}
         return found if found in sizes else max(sizes)
 
-    def _compare_counts(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
+    def _compare_experts(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
         """Compare how many experts layers have."""
-        counted = {
-            name: rule.repeats
-            for name, rule in kind.items()
-            if rule.repeats and not rule.repeats.startswith(ANY) and name in stored.present
-        }
-
-        counts: dict[str, int] = {}
-        short: set[int] = set()
-
-        for name, expression in counted.items():
-            found = stored.present[name]
-            allowed = self.config.size(expression) or frozenset({max(found.values())})
-            wrong = [number for number in numbers if found[number] and found[number] not in allowed]
-            most = counts[name] = max(allowed)
-            short |= {number for number in wrong if found[number] < most}
-
-            beyond = next((number for number in wrong if found[number] > most), None)
-            if beyond is not None:
-                experts = f"{stored.prefix}.{beyond}.{name.partition('.*')[0]}"
-                self.wrong.setdefault(self.config.describe(expression), {})[f"{experts} has {found[beyond]}"] = None
-
-        for number in sorted(short):
-            self.losses += self._lost_experts(stored.prefix, number, counts)
-
-    def _compare_uncounted(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
-        """Compare how many experts layers have that config.json does not count."""
-        uncounted = {
-            name: rule.repeats
-            for name, rule in kind.items()
-            if rule.repeats and rule.repeats.startswith(ANY) and name in stored.present
-        }
+        repeats_of = {name: rule.repeats for name, rule in kind.items() if rule.repeats and name in stored.present}
 
         for number in numbers:
             counts = {
-                name: self.config.of_layer(repeats[1:], number) or self._experts_of(f"{stored.prefix}.{number}", name)
-                for name, repeats in uncounted.items()
+                name: self._count_experts(stored, name, repeats, number)
+                for name, repeats in repeats_of.items()
                 if stored.present[name][number]
             }
-            most = max(counts.values(), default=0)
-
             # Looking for each expert by its name takes seconds where there are tens of thousands.
-            if any(stored.present[name][number] < most for name in counts):
-                self.losses += self._lost_experts(stored.prefix, number, dict.fromkeys(counts, most))
+            if any(stored.present[name][number] < count for name, count in counts.items()):
+                self.losses += self._lost_experts(stored.prefix, number, counts)
+
+    def _count_experts(self, stored: _Layers, name: str, repeats: str, number: int) -> int:
+        """How many experts a layer must have; more than config.json counts are a misfit."""
+        if repeats.startswith(ANY):
+            return self.config.of_layer(repeats[1:], number) or self._experts_of(f"{stored.prefix}.{number}", name)
+
+        found = stored.present[name]
+        allowed = self.config.size(repeats) or frozenset({max(found.values())})
+        if found[number] in allowed:
+            return found[number]
+        most = max(allowed)
+        experts = f"{stored.prefix}.{number}.{name.partition('.*')[0]}"
+        if found[number] > most:
+            self.wrong.setdefault(self.config.describe(repeats), {f"{experts} has {found[number]}": None})
+        return most
 
     def _experts_of(self, layer: str, name: str) -> int:
         """How many experts a layer has: as many as its router has rows, or else one more than the last one's number."""

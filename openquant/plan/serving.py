@@ -27,28 +27,23 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
-from ..formats.format import FLOATS, Format
+from ..formats.format import FLOATS
 from ..formats.numbers import E4M3, FLAG, SCALES, cache_scales, scale_for
 from ..formats.schemes import Scheme
-from ..models import GENERIC
 from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..registry.architecture import MTP_LAYER, Architecture, CachedRows, ModuleRules, RecurrentState, absolute_patterns
 from ..registry.parts import HEADS
 from ..version import SGLANG
-from ..weights.find import decoded_view
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
 from .architecture import (
     ParallelSize,
-    check_parallel_sizes,
     config_value,
     fused_parts,
-    known_architecture,
     mtp_layer_finder,
-    text_config,
 )
-from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor, PlanOptions
-from .layout import PlanLine, plan_lines
+from .decisions import Decisions, Item, PassthroughTensor, PlanOptions
+from .layout import PlanLine
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
@@ -530,45 +525,6 @@ def _window(config: Mapping[str, Any], key: str) -> int:
     if tokens is None:
         raise UnknownCache(f"the window: config.json's {key} is {short_repr(config.get(key))}")
     return tokens
-
-
-def stored_serving(checkpoint: Checkpoint) -> Serving:
-    """Compute what it takes to serve a checkpoint as it is.
-
-    Args:
-        checkpoint: the opened checkpoint, quantized or not.
-
-    Returns:
-        Bytes of its weights, memory of the caches, and for each GPU size how many GPUs it needs and which context fits.
-
-    Raises:
-        PlanError: it is quantized in an unknown way.
-        SourceError: its scales do not fit its codes.
-    """
-    decoded, weights = decoded_view(checkpoint)
-    entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
-    config = text_config(decoded, entry.model)
-    is_mtp_layer = mtp_layer_finder(entry.model, config)
-
-    items: list[Item] = []
-    layers: list[tuple[Weight, Format | None]] = []
-
-    for info in decoded.tensors.values():
-        rule = entry.rule(info.module)
-        weight = weights.get(info.name)
-
-        in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
-        if len(info.shape) < 2:
-            items.append(PassthroughTensor(info, info.name, FEW_AXES, weight))
-            continue
-
-        items.append(PassthroughTensor(info, rule.name_template, MTP_LAYER if in_mtp_layer else "", weight))
-        if not in_mtp_layer and rule.split is not None:
-            shape = (info.shape[-2], info.shape[-1])
-            layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
-
-    lines = plan_lines(Decisions(None, {"": items}))
-    return estimate_serving(lines, entry, config, check_parallel_sizes(decoded, entry, layers, None), output=False)
 
 
 # Why a plan has such a scale, as it prints it.

@@ -150,12 +150,8 @@ def with_notes(card: str, notes: Sequence[str]) -> str:
     Returns:
         The text of the new README.md.
     """
-    lines = "".join(f"{_note(note)}\n\n" for note in notes)
+    lines = "".join(f"> Note: {markdown(note)}\n\n" for note in notes)
     return card.replace(f"{cards.MADE_HEADING}\n", f"{lines}{cards.MADE_HEADING}\n", 1)
-
-
-def _note(note: str) -> str:
-    return f"> Note: {markdown(note)}"
 
 
 def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture: str | None = None) -> str:
@@ -183,11 +179,10 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         "evaluation.jinja",
         evaluation=evaluation,
         picture=picture,
-        answer=next(iter(answers(evaluation)), None),
+        answer=next(iter(evaluation["texts"]), None),
         repo=repo,
         source=source,
         limits=types,
-        kl_text=types.kl_text,
         verdict_meaning=verdict_meaning,
         task_summary=task_summary,
         difference_text=difference_text,
@@ -200,14 +195,15 @@ def _fill(name: str, **values: Any) -> str:
     """Fill a template. What a terminal obeys in a value is escaped, newlines too."""
     filters = {
         "markdown": markdown,
-        "literal": _literal,
+        # Patterns, such as "**.o_proj", are no emphasis.
+        "literal": lambda line: re.sub(r"[*<`[]", r"\\\g<0>", line),
         "dataset_value": dataset_value,
         "shell_word": cards.shell_word,
         "size": gigabytes,
         "percent": percent,
         "interval": _interval,
         "texts_from": _texts_from,
-        "size_and_origin": _size_and_origin,
+        "size_and_origin": lambda texts: f"{markdown(tokens_of(texts))}{_texts_from(texts)}",
         "excerpt": lambda text: markdown(shorten(text.strip(), _TEXT_LENGTH)),
         "sentence": lambda text: f"{text[0].upper()}{text[1:]}.",
         "hardware": _hardware,
@@ -228,15 +224,6 @@ def _texts_from(text: Mapping[str, Any]) -> str:
 
 # Keys of eval.json's `texts` in the order in which they are shown.
 SIDES = ("prompt", "source", "output")
-
-
-def answers(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the answers to prompts in an evaluation's `texts`, without predictions along a text, which are no answers.
-
-    Args:
-        evaluation: the content of an eval.json.
-    """
-    return [text for text in evaluation["texts"] if "text" not in text]
 
 
 def difference_text(text: Mapping[str, Any]) -> str:
@@ -351,7 +338,11 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    lines = [f"pip install {package}" for package in _packages(plan)]
+    # What vLLM on NVIDIA GPUs needs for it and does not bring.
+    kinds = {(scheme.name, bool(plan.entry.experts(weight.module))) for weight, scheme in plan.decisions.kinds}
+    kernels = [find_kernel("vLLM", name, "Ampere", experts) for name, experts in sorted(kinds)]
+    needs = dict.fromkeys(kernel.needs for kernel in kernels if kernel and kernel.needs)
+    lines = [f"pip install {package}" for package in needs]
     for engine in summary.engines(plan):
         command = f"{cards.COMMANDS[engine]} {cards.serve_argument(output, revision)}"
         lines.append(" ".join([command, *_flags(plan, engine)]))
@@ -435,13 +426,6 @@ def gpus_text(fit: Fit) -> str:
     return f"{fit.gpus} GPUs of {fit.gpu_gb} GB"
 
 
-def _packages(plan: Plan) -> list[str]:
-    """Return what vLLM on NVIDIA GPUs needs for an output and does not bring: ["humming-kernels"]."""
-    kinds = {(scheme.name, bool(plan.entry.experts(weight.module))) for weight, scheme in plan.decisions.kinds}
-    kernels = [find_kernel("vLLM", name, "Ampere", experts) for name, experts in sorted(kinds)]
-    return list(dict.fromkeys(kernel.needs for kernel in kernels if kernel and kernel.needs))
-
-
 def _context(plan: Plan) -> int | None:
     """Return the tokens that `--fit GPU` made room for; None if that is all that the model allows, or without --fit."""
     found = plan.provenance.frontier
@@ -474,11 +458,6 @@ def _computed_on(plan: Plan) -> dict[str, dict[str, list[str]]]:
     if not layers:
         return {}
     return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)}
-
-
-def _literal(line: str) -> str:
-    """Return a line of Markdown; patterns in it, such as "**.o_proj", are no emphasis."""
-    return re.sub(r"[*<`[]", lambda match: chr(92) + match[0], line)
 
 
 def _title(name: str) -> str:
@@ -572,11 +551,6 @@ def _name_engines(computed: Mapping[str, Mapping[str, list[str]]]) -> str:
         if names:
             engines_by_devices.setdefault(_devices(names), []).append(engine)
     return ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in engines_by_devices.items())
-
-
-def _size_and_origin(texts: Mapping[str, Any]) -> str:
-    """Say how many calibration texts there were, and which: "128 x 512 tokens (prose.txt)"."""
-    return f"{markdown(tokens_of(texts))}{_texts_from(texts)}"
 
 
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:

@@ -450,7 +450,7 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     share_text(metric["output"]),
                     *_difference(metric),
                     f"{metric['p']:.2g}",
-                    recovery_text(metric),
+                    share_text(metric["recovery"]),
                     str(metric["lost"]),
                     str(metric["gained"]),
                     *of_task,
@@ -462,14 +462,9 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for mean in means:
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
         scores = share_text(mean["source"]), share_text(mean["output"])
-        rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
+        rows.append((name, "", *scores, *_difference(mean), "", share_text(mean["recovery"]), "", "", "", ""))
 
     return rows
-
-
-def recovery_text(metric: Mapping[str, Any]) -> str:
-    """Format the recovery of a metric: "98.7 %", or "-" if the source has no right answer."""
-    return share_text(metric["recovery"])
 
 
 def share_text(share: float | None) -> str:
@@ -491,7 +486,7 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     pooled = tasks["pooled"]
     interval = ", ".join(f"{100 * edge:.1f}" for edge in mean["recovery_interval"] or ())
     names = [markdown(figures["task"]) for figures in tasks["tasks"]]
-    recovery = f"recovery {recovery_text(mean)}{optional(' [{}]', interval)}"
+    recovery = f"recovery {share_text(mean['recovery'])}{optional(' [{}]', interval)}"
     asked = f"{counted_questions(pooled['questions'])} of {list_first(names, _NAMED, 'more tasks')}"
     accuracy = f"{share_text(mean['source'])} -> {share_text(mean['output'])}"
     return f"{accuracy}, {recovery}, {asked} ({markdown(mean['metric'])})"

@@ -22,34 +22,32 @@ each with a point and its 95 % interval.
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from ..evaluation.types import kl_text
 from ..files.cards import evaluation_digest
 from ..version import __version__
-from .cells import gigabytes, per_cent, recovery_text, terminal, texts_origin
+from .cells import gigabytes, optional, per_cent, terminal, texts_origin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Okabe and Ito's blue, orange and green.
+# Okabe and Ito's blue and orange.
 OUTPUT = "#0072b2"
 FLOOR = "#e69f00"
-ROUTED = "#009e73"
 # Placeholder for the colour of the page's text, replaced in the SVG.
 _INK = "#010203"
 # In inches: text is still legible when a chart fills the width of a phone.
 _SIZE = (4.4, 2.9)
+# Of what compares several outputs.
+_WIDE = 6.0
 STYLE: Any = {
     "font.size": 9.0,
     "font.family": "sans-serif",
@@ -85,7 +83,7 @@ def draw_svg(draw: Draw, size: tuple[float, float] = _SIZE, number: int = 0) -> 
             figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = target.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    for name, colour in (("output", OUTPUT), ("floor", FLOOR), ("routed", ROUTED)):
+    for name, colour in (("output", OUTPUT), ("floor", FLOOR)):
         svg = svg.replace(f": {colour}", f": var(--{name}, {colour})")
     return svg
 
@@ -139,8 +137,8 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     visible = [number for number, share in enumerate(largest) if share > 0.005]
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(plain_label)
-    axes.xaxis.set_minor_formatter(no_label)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
     if visible:
         axes.set_xlim(edges[visible[0]], edges[visible[-1] + 1])
@@ -152,119 +150,34 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     axes.legend([(filled, hatched), curve], [NOISE, "output"], frameon=False, loc="upper left", fontsize=8)
 
 
-def plain_label(value: float, _: float) -> str:
-    """Format a tick of a logarithmic axis; for `set_major_formatter`."""
-    return f"{value:g}"
-
-
-def no_label(value: float, _: float) -> str:
-    """Leave a tick of a logarithmic axis without a label; for `set_minor_formatter`."""
-    del value
-    return ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a chart: a point and its 95 % interval; a value of None has no point."""
-
-    name: str
-    value: float | None
-    interval: Sequence[float] | None
-
-
-def draw_rows(axes: Axes, rows: Sequence[Row], reference: float, label: str) -> None:
-    """Draw a point and an interval for each row, the first row at the top.
-
-    Args:
-        axes: matplotlib's axes.
-        rows: the rows.
-        reference: value of the line to compare with, such as the noise floor.
-        label: what the values are.
-    """
-    for number, row in enumerate(rows):
-        if row.interval:
-            axes.plot(row.interval, [number] * 2, color=OUTPUT, linewidth=3, alpha=0.5, solid_capstyle="butt")
-        if row.value is not None:
-            axes.plot(row.value, number, "o", color=OUTPUT)
-
-    axes.axvline(reference, color=FLOOR, linestyle="--")
-    axes.set_yticks(range(len(rows)), chart_names([row.name for row in rows]))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.set_xlabel(label)
-
-
-def rows_height(rows: Sequence[Row]) -> float:
-    """Return the height in inches that a chart of these rows needs."""
-    return max(1.6, 0.9 + 0.3 * len(rows))
-
-
 def by_part(evaluation: Mapping[str, Any], parts: str, number: int = 0) -> str:
     """Draw the mean KL of each part of the positions, of the first twenty.
 
     Args:
-        evaluation: the content of an eval.json.
-        parts: what divides the positions: "confidence" (the source's largest probability), "domain" or "position".
-        number: number of the evaluation on its page.
+        evaluation: an eval.json.
+        parts: how the positions are divided: "confidence", "domain" or "position".
+        number: that of the evaluation on the page.
 
     Returns:
-        An SVG element, "<svg ..>..</svg>".
+        The SVG element.
     """
-    entries = [entry for entry in evaluation[f"kl_by_{parts}"] if entry["kl"] is not None]
-    rows = [Row(_part_name(entry), entry["kl"], entry.get("interval")) for entry in entries[:20]]
+    entries = [entry for entry in evaluation[f"kl_by_{parts}"] if entry["kl"] is not None][:20]
 
     def draw(axes: Axes) -> None:
-        draw_rows(axes, rows, evaluation["floor"]["kl"], "mean KL, nats (dashed: the floor)")
+        for row, entry in enumerate(entries):
+            if entry.get("interval"):
+                axes.plot(entry["interval"], [row] * 2, color=OUTPUT, linewidth=3, alpha=0.5, solid_capstyle="butt")
+            axes.plot(entry["kl"], row, "o", color=OUTPUT)
+
+        axes.axvline(evaluation["floor"]["kl"], color=FLOOR, linestyle="--")
+        names = [entry.get("domain") or f"{entry['from']:g} to {entry['to']:g}" for entry in entries]
+        axes.set_yticks(range(len(entries)), map(chart_name, names))
+        axes.set_ylim(len(entries) - 0.5, -0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.set_xlabel("mean KL, nats (dashed: the floor)")
         axes.set_xlim(left=0)
 
-    return draw_svg(draw, (_SIZE[0], rows_height(rows)), number)
-
-
-def _part_name(entry: Mapping[str, Any]) -> str:
-    return entry.get("domain") or f"{entry['from']:g} to {entry['to']:g}"
-
-
-def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw, by decoder layer, the distance of hidden states and the share of tokens that are routed to other experts.
-
-    Args:
-        evaluation: the content of an eval.json.
-        number: number of the evaluation on its page.
-
-    Returns:
-        An SVG element, "<svg ..>..</svg>".
-    """
-    layers = evaluation["layers"]
-
-    def draw(axes: Axes) -> None:
-        numbers = range(len(layers))
-        axes.plot(numbers, [layer["distance"] for layer in layers], color=OUTPUT, marker=".", label="output")
-
-        floor = [(number, layer["floor"]) for number, layer in enumerate(layers) if layer.get("floor") is not None]
-        if floor:
-            axes.plot(*zip(*floor, strict=True), color=FLOOR, linestyle="--", label="floor")
-
-        routed = [
-            (number, layer["routed_otherwise"])
-            for number, layer in enumerate(layers)
-            if layer.get("routed_otherwise") is not None
-        ]
-        if routed:
-            axes.plot(
-                *zip(*routed, strict=True), color=ROUTED, linestyle=":", marker="x", label="share routed otherwise"
-            )
-
-        if any(layer["distance"] > 0 for layer in layers):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(plain_label)
-            axes.yaxis.set_minor_formatter(no_label)
-
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("layer")
-        axes.set_ylabel("relative distance")
-        axes.legend(frameon=False, fontsize=8)
-
-    return draw_svg(draw, number=number)
+    return draw_svg(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(entries))), number)
 
 
 def chart_name(text: str, most: int = 24) -> str:
@@ -279,20 +192,6 @@ def chart_name(text: str, most: int = 24) -> str:
         return text
     half = (most - 3) // 2
     return f"{text[:half]}...{text[-half:]}"
-
-
-def chart_names(texts: Sequence[str], most: int = 24) -> list[str]:
-    """Return names as a chart shows them; if some are long, all of them without the beginning that they share.
-
-    Args:
-        texts: the names.
-        most: as of `chart_name`.
-    """
-    start = 0
-    if len(texts) > 1 and max(map(len, texts)) > most:
-        shared = os.path.commonprefix(list(texts))  # noqa: RUF071  (of characters)
-        start = 1 + max(map(shared.rfind, "-_/ "))
-    return [chart_name(text[start:], most) for text in texts]
 
 
 # A KL up to this is shown as zero.
@@ -325,42 +224,21 @@ def on_frontier(evaluations: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
-def comparison(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def comparison(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Draw size against KL of several outputs of one source.
 
     Args:
-        evaluations: for each output the content of its eval.json.
+        evaluations: the eval.json of each output.
 
     Returns:
-        Two SVG elements with the same content, for a screen and for a phone.
+        The SVG element.
     """
-    return _on_screen_and_phone(lambda axes: draw_comparison(axes, evaluations), _comparison_height(evaluations), -1)
-
-
-def _on_screen_and_phone(draw: Draw, height: float, number: int) -> tuple[str, str]:
-    return draw_svg(draw, (10.5, height), number), draw_svg(draw, (4.4, height), number - 1)
+    return draw_svg(lambda axes: draw_comparison(axes, evaluations), (_WIDE, _comparison_height(evaluations)), -1)
 
 
 def _comparison_height(evaluations: Sequence[Mapping[str, Any]]) -> float:
     """The height in inches of a picture of size against KL, with a line of the legend for each output."""
     return 4.0 + 0.17 * len(evaluations)
-
-
-def points_as_outputs(frontier: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what `comparison` needs to draw points of a search, whose noise floor is not known.
-
-    Args:
-        frontier: what `fit --search --json` prints.
-    """
-    return [
-        {
-            "output": {"name": point["name"]},
-            "sizes": {"output": point["bytes"], "source": frontier["source_bytes"]},
-            "kl": {"mean": point["kl"], "interval": point["interval"]},
-            "floor": {"kl": 0.0},
-        }
-        for point in frontier["points"]
-    ]
 
 
 def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -390,14 +268,13 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     line = sorted((size, height) for size, height, good in zip(sizes, heights, best, strict=True) if good)
     axes.step(*zip(*line, strict=True), where="post", color=OUTPUT, linewidth=1.2, alpha=0.7, label=FRONTIER)
 
-    names = chart_names([evaluation["output"]["name"] for evaluation in evaluations], 40)
     for number, evaluation in enumerate(evaluations):
         spot = (sizes[number], heights[number])
         interval = evaluation["kl"]["interval"]
         if interval:
             axes.plot([spot[0]] * 2, [max(edge, low) for edge in interval], color=OUTPUT, linewidth=2, alpha=0.5)
 
-        name = f"{number + 1}: {names[number]}"
+        name = f"{number + 1}: {chart_name(evaluation['output']['name'], 40)}"
         if heights[number] != kls[number]:
             name += f", KL {kls[number]:.2g}"
         fill = OUTPUT if best[number] else "none"
@@ -412,8 +289,8 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     axes.xaxis.set_major_formatter(lambda size, _: _size_label(size, source))
     if high / low < 100:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(plain_label)
-    axes.yaxis.set_minor_formatter(no_label)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("size, and per cent of the source's" if source else "size")
     axes.set_ylabel("mean KL, nats (logarithmic)")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, borderaxespad=0.2)
@@ -433,9 +310,7 @@ def _size_label(size: float, source: int) -> str:
     return f"{gigabytes(nbytes)}\n{per_cent(nbytes, source)}" if source else gigabytes(nbytes)
 
 
-# Colour of what is not a figure, size of the small print, and characters of the names of texts.
-_FAINT = "#444444"
-_SMALL = 8.5
+# Characters of the names of texts below a picture.
 _LONGEST_ORIGIN = 60
 
 
@@ -444,159 +319,38 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
 
     Args:
         evaluations: for each output the checked content of its eval.json. Of one output the picture shows the KL of
-            its positions and a table of figures; of several it shows size against KL, and recovery if they were asked
-            tasks.
+            its positions; of several it shows size against KL.
 
     Returns:
         The bytes of the PNG. Its metadata name the evaluations by their digests (`evaluation_digest`).
     """
-    with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
-        rows = recovery_rows(by_kl(evaluations)) if len(evaluations) > 1 else []
-        heights = [4.2]
-        if len(evaluations) > 1:
-            heights = [_comparison_height(evaluations)]
-        if rows:
-            heights.append(rows_height(rows))
+    first = evaluations[0]
+    source = chart_name(first["source"]["name"], 60)
+    text = first["text"]
+    texts = f"{text['positions']:,} tokens of {text['documents']:,} texts"
+    origin = optional(" ({})", chart_name(texts_origin(text), _LONGEST_ORIGIN))
 
-        figure = Figure((8.0, sum(heights)), layout="constrained", facecolor="white")
+    title = f"{chart_name(first['output']['name'], 60)}: {chart_name(first['verdict'])}"
+    caption = f"compared with {source}\n"
+    height = 4.2
+    if len(evaluations) > 1:
+        title = f"{len(evaluations)} outputs of {source}"
+        caption = "bars are 95 % intervals; "
+        height = _comparison_height(evaluations)
+
+    with matplotlib.rc_context({**STYLE, "font.size": 10.5}), quiet_fonts():
+        figure = Figure((8.0, height), layout="constrained", facecolor="white")
+        figure.suptitle(title, fontsize=15, fontweight="bold")
+        figure.supxlabel(f"{caption}measured on {texts}{origin}", fontsize=8.5, color="#444444")
+        if len(evaluations) == 1:
+            draw_distribution(figure.subplots(), first["kl_histogram"])
+        else:
+            draw_comparison(figure.subplots(), evaluations)
+
         target = io.BytesIO()
         metadata: dict[str, Any] = {
             "Software": f"openquant {__version__}",
             "Description": " ".join(evaluation_digest(evaluation) for evaluation in evaluations),
         }
-
-        with quiet_fonts():
-            if len(evaluations) == 1:
-                _draw_one(figure, evaluations[0])
-            else:
-                name = chart_name(evaluations[0]["source"]["name"], 60)
-                _set_title(figure, f"{len(evaluations)} outputs of {name}")
-                _set_caption(figure, evaluations[0], "bars are 95 % intervals; ")
-                axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-                draw_comparison(axes[0], evaluations)
-                if rows:
-                    draw_recovery(axes[1], rows)
-            figure.savefig(target, format="png", dpi=200, metadata=metadata)
-
+        figure.savefig(target, format="png", dpi=200, metadata=metadata)
     return target.getvalue()
-
-
-def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
-    kl = evaluation["kl"]
-    sizes = evaluation["sizes"]
-    perplexity = evaluation["perplexity"]
-
-    _set_title(figure, f"{chart_name(evaluation['output']['name'], 60)}: {chart_name(evaluation['verdict'])}")
-    _set_caption(figure, evaluation, f"compared with {chart_name(evaluation['source']['name'], 60)}\n")
-
-    left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
-    draw_distribution(left, evaluation["kl_histogram"])
-    right.set_axis_off()
-
-    interval = kl["interval"]
-    floor = evaluation["floor"]
-    share = per_cent(sizes["output"], sizes["source"])
-    certainty = "of one text, so without interval"
-    if interval:
-        certainty = f"95 % interval: {interval[0]:.3g} to {interval[1]:.3g}"
-
-    # Name, value, and what stands below them.
-    rows = [
-        ("size", gigabytes(sizes["output"]), f"{share} of the source's {gigabytes(sizes['source'])}"),
-        ("mean KL", f"{kl_text(kl['mean'], floor['kl'])} nats", certainty),
-        ("floor", f"{floor['kl']:.3g} nats", "the source with bfloat16's noise"),
-        ("same top token", f"{100 * evaluation['top1']:.2f} %", f"floor: {100 * floor['top1']:.2f} %"),
-        ("perplexity", f"{perplexity['output']:.4g}", f"source: {perplexity['source']:.4g}"),
-    ]
-
-    if "tasks" in evaluation:
-        rows.append(("recovery in tasks", *_recovery_and_basis(evaluation["tasks"])))
-
-    for number, (name, value, below) in enumerate(rows):
-        height = 0.95 - 0.95 * number / (len(rows) - 0.4)
-        right.text(0.0, height, name, color=_FAINT)
-        right.text(1.0, height, value, ha="right", fontweight="bold")
-        right.text(1.0, height - 0.055, below, ha="right", color=_FAINT, fontsize=_SMALL)
-
-
-def _recovery_and_basis(tasks: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the recovery and what it is of; no figure in large letters if chance alone may give it."""
-    metric = tasks["mean"][0]
-    recovery = recovery_text(metric)
-    low, high = metric["recovery_interval"] or (0.0, 0.0)
-    if low <= 1 <= high:
-        return "within chance", f"{recovery} of {tasks['pooled']['questions']:,} questions"
-    return recovery, "of the source's accuracy"
-
-
-def _set_caption(figure: Figure, evaluation: Mapping[str, Any], start: str) -> None:
-    """Write below a figure which texts the outputs were compared on."""
-    text = evaluation["text"]
-    origin = chart_name(texts_origin(text), _LONGEST_ORIGIN)
-    texts = f"{text['positions']:,} tokens of {text['documents']:,} texts{f' ({origin})' if origin else ''}"
-    figure.supxlabel(f"{start}measured on {texts}", fontsize=_SMALL, color=_FAINT)
-
-
-def _set_title(figure: Figure, text: str) -> None:
-    figure.suptitle(text, fontsize=15, fontweight="bold")
-
-
-def recovery_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Make a row for each output that was asked tasks.
-
-    Args:
-        evaluations: for each output the content of its eval.json.
-    """
-    asked = [evaluation for evaluation in evaluations if "tasks" in evaluation]
-    return [_recovery_row(one["output"]["name"], one["tasks"]["mean"][0]) for one in asked]
-
-
-def _recovery_row(name: str, metric: Mapping[str, Any]) -> Row:
-    """A row of per cent; what lies beyond 200 is at the edge: with one right answer a recovery may be 500 %."""
-
-    def limited(recovery: float) -> float:
-        return 100 * min(max(recovery, 0.0), 2.0)
-
-    recovery = metric["recovery"]
-    value = None if recovery is None else limited(recovery)
-    return Row(name, value, [limited(edge) for edge in metric["recovery_interval"] or ()])
-
-
-def draw_recovery(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw recoveries into axes, beside the line of the source.
-
-    Args:
-        axes: matplotlib's axes.
-        rows: the rows.
-    """
-    draw_rows(axes, rows, 100, "recovery, % of the source's accuracy (200: or more)")
-
-
-def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Draw the recovery of several outputs.
-
-    Args:
-        evaluations: for each output the content of its eval.json, in the order of the rows.
-
-    Returns:
-        Two SVG elements with the same content, for a screen and for a phone.
-    """
-    rows = recovery_rows(evaluations)
-    return _on_screen_and_phone(lambda axes: draw_recovery(axes, rows), rows_height(rows), -3)
-
-
-def recovery_of_tasks(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw the recovery of one output in each task, and the mean of all.
-
-    Args:
-        evaluation: the content of an eval.json, with tasks.
-        number: number of the evaluation on its page.
-
-    Returns:
-        An SVG element, "<svg ..>..</svg>".
-    """
-    tasks = evaluation["tasks"]
-    rows = [_recovery_row(figures["task"], figures["metrics"][0]) for figures in tasks["tasks"][:40]]
-    if len(rows) != 1:
-        rows = [_recovery_row("mean of tasks", tasks["mean"][0]), *rows]
-    return draw_svg(lambda axes: draw_recovery(axes, rows), (_SIZE[0], rows_height(rows)), number)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..diagnosis.result import BROKEN, activations
-from ..fit.table import FitTable, Held, Point, SchemeFit, SearchResult, Target
+from ..diagnosis.result import BROKEN
+from ..fit.table import FitTable, Held, SchemeFit, SearchResult, Target
 from ..formats.hardware import ENGINES_FOR
-from ..formats.schemes import SCHEMES
 from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
 
 _ENGINES = ("vLLM", "SGLang")
@@ -47,7 +46,6 @@ def fit_notes(found: FitTable) -> list[str]:
         f"KL: what {found.measured_on} lost, in nats; other models lose more or less",
         *_calibrated_lines(found),
         *_unmeasured_lines(found),
-        *_rounded_less(found.schemes),
         *_heads(found),
     ]
 
@@ -119,7 +117,10 @@ def fit_rows(found: FitTable) -> list[list[str]]:
     for row in found.schemes:
         cells = [row.scheme or "(as it is)", or_dash("{:.2f}", row.bits), gigabytes(row.bytes)]
         for one in row.holds:
-            cells += [_fewest(one)] if several else _held_cells(one)
+            if several:
+                cells.append(_fewest(one))
+            else:
+                cells += [or_dash("{}", one.gpus), or_dash("{:,}", one.longest), short(one.sequences)]
         if named:
             cells.append(_arithmetic(row))
         rows.append([*cells, _engines(row.engines), _kl(row)])
@@ -139,10 +140,6 @@ def _fewest(held: Held) -> str:
     if held.longest is None:
         return str(held.gpus)
     return f"{held.gpus}: {short(held.longest)}"
-
-
-def _held_cells(held: Held) -> list[str]:
-    return [or_dash("{}", held.gpus), or_dash("{:,}", held.longest), short(held.sequences)]
 
 
 def _arithmetic(row: SchemeFit) -> str:
@@ -184,18 +181,6 @@ def _needs(rows: Iterable[SchemeFit]) -> list[str]:
         for need in row.needs:
             by_need.setdefault(need, []).append(str(row.scheme))
     return [f"{need}: needed for {', '.join(schemes)}" for need, schemes in by_need.items()]
-
-
-def _rounded_less(rows: Iterable[SchemeFit]) -> list[str]:
-    """Name schemes that round activations by their definition, and not on this GPU."""
-    names = [
-        row.scheme
-        for row in rows
-        if row.scheme is not None and row.arithmetic == "16 bits" and activations(SCHEMES[row.scheme]) != "16 bits"
-    ]
-    if not names:
-        return []
-    return [f"activations stay in 16 bits on this GPU, so less is lost: {', '.join(names)}"]
 
 
 def _refused_lines(found: FitTable) -> list[str]:
@@ -329,9 +314,6 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     names = ["a smaller --context", *(option for option, is_given in given.items() if not is_given)]
     advice = f"try {', '.join(names)} or more GPUs (--gpu 2x..)"
 
-    others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
-    unknown = optional("; {} would fit, with a KL that is not known", ", ".join(map(str, others)))
-
     needs = ", nor do 8 of them hold one"
     if row is not None:
         needs = f"; {row.scheme} needs {row.holds[0].gpus}"
@@ -339,7 +321,7 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     if most is not None and most.holds[0].left:
         most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens"
 
-    return f"no scheme with a known KL fits {gpus}{most_left}{needs}{unknown}: {advice}"
+    return f"no scheme with a known KL fits {gpus}{most_left}{needs}: {advice}"
 
 
 def frontier_text(found: SearchResult, width: int | None = None) -> str:
@@ -377,8 +359,12 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         *table(rows, width=width),
         "",
         *paragraphs([predicted], width),
-        *_most(found.points),
     ]
+    # The command for the point that fits and loses least; without GPUs, one for any size.
+    points = sorted((point for point in found.points if point.fits), key=lambda point: point.kl)
+    points = points or [point for point in found.points if point.scheme is None]
+    if points:
+        lines += ["", f"  {terminal(points[0].command)}"]
     return join_lines(lines)
 
 
@@ -387,10 +373,3 @@ def _room(found: SearchResult) -> str:
     if found.limit is None:
         return "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
     return f"{found.gpu} leaves {gigabytes(found.limit)} for weights"
-
-
-def _most(points: Iterable[Point]) -> list[str]:
-    """The command for the point that fits and loses least; without GPUs, one for any size."""
-    fitting = sorted((point for point in points if point.fits), key=lambda point: point.kl)
-    mixed = [point for point in points if point.scheme is None]
-    return [line for point in (fitting or mixed)[:1] for line in ("", f"  {terminal(point.command)}")]

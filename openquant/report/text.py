@@ -10,11 +10,8 @@ from typing import Any
 from ..data.tokenizer import FILES as TOKENIZER_FILES
 from ..data.tokenizer import SETTINGS
 from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
-from ..evaluation.types import kl_text
 from ..files.destination import DiskSpace
-from ..formats.format import Format
 from ..formats.schemes import SCHEMES
-from ..hub.source import Download
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import rounded_bytes
@@ -24,10 +21,8 @@ from ..plan.serving import CACHED, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
-from ..weights.weight import Weight
 from .card import (
     SIDES,
-    answers,
     difference_text,
     engines_that_read,
     gpus_text,
@@ -60,7 +55,7 @@ def plan_text(
     plan: Plan,
     model: str,
     output: Path,
-    download: Download,
+    download: tuple[int, int],
     notes: Sequence[str],
     space: DiskSpace | None = None,
     width: int | None = None,
@@ -71,7 +66,7 @@ def plan_text(
         plan: the plan.
         model: the source's name.
         output: the output directory.
-        download: sizes of the files that are fetched from the Hub.
+        download: bytes that are fetched from the Hub, and the most shards of them on disk with --stream.
         notes: notes on the download and the disk.
         space: the disk space that the run needs; None if it is not known.
         width: the most characters of a line; None for any number.
@@ -94,7 +89,10 @@ def plan_text(
 
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     last = [f"note: {note}" for note in (*plan.notes, *notes)]
-    if any(_is_rounded_again(weight, scheme.format) for weight, scheme in plan.decisions.quantized):
+    if any(
+        weight.format is not None and not weight.is_stored_as(scheme.format) and not weight.divides_into(scheme.format)
+        for weight, scheme in plan.decisions.quantized
+    ):
         last.insert(0, "note: the source is quantized already, and is rounded a second time (docs/sources.md)")
     if plan.decoded.left_out:
         last.insert(0, f"left out: {', '.join(plan.decoded.left_out)}")
@@ -146,19 +144,15 @@ def _becomes(line: PlanLine) -> str:
     return "keep"
 
 
-def _is_rounded_again(weight: Weight, fmt: Format) -> bool:
-    return weight.format is not None and not weight.is_stored_as(fmt) and not weight.divides_into(fmt)
-
-
-def _facts(plan: Plan, download: Download, space: DiskSpace | None) -> list[str]:
+def _facts(plan: Plan, download: tuple[int, int], space: DiskSpace | None) -> list[str]:
     after = summary.output_bytes(plan)
     weights = f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}"
     if plan.scheme is not None or not plan.quantization_config:
         weights += f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
 
     lines = [weights, _disk_line(plan, after, space)]
-    if download.nbytes:
-        lines.append(_download_line(download, space))
+    if download[0]:
+        lines.append(_download_line(*download, space))
 
     serving = summary.serving(plan)
     fewest = serving and serving[1].fewest
@@ -185,13 +179,10 @@ def _disk_line(plan: Plan, weights: int, space: DiskSpace | None) -> str:
     return line
 
 
-def _download_line(download: Download, space: DiskSpace | None) -> str:
+def _download_line(nbytes: int, at_a_time: int, space: DiskSpace | None) -> str:
     """Say how much is downloaded, and where it goes."""
-    line = f"download: {gigabytes(download.nbytes)}"
-    if download.files:
-        line += f" ({gigabytes(download.file_bytes)} in {count_of(download.files, 'other file')})"
-
-    streamed = download.streamed and f"{gigabytes(download.streamed)} at a time"
+    line = f"download: {gigabytes(nbytes)}"
+    streamed = at_a_time and f"{gigabytes(at_a_time)} at a time"
     if space and space.streamed:
         return line + optional(", of which {}", streamed)
     return f"{line} to the Hub's cache{optional(', or with --stream {}', streamed)}"
@@ -316,8 +307,6 @@ def preview_text(preview: Preview, width: int | None = None) -> str:
         The text, lines separated by newlines.
     """
     rows = [("reads", _place_text(place)) for place in preview.reads]
-    if preview.download_bytes:
-        rows.append(("downloads", gigabytes(preview.download_bytes)))
     rows += [("does", text) for text in preview.does]
     rows += [("writes", _place_text(place)) for place in preview.writes]
     rows += [("note", note) for note in preview.notes]
@@ -430,18 +419,18 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     size = gigabytes(outputs[0]["sizes"]["source"])
     perplexity = _number(outputs[0]["perplexity"]["source"])
     rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", perplexity))
-    rows.append(("  noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"])))
+    rows.append(("  noise: the floor", "", *_kl(floor), percent(floor["top1"]), _number(floor["perplexity"])))
 
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         name = terminal(output["output"]["name"])
         size = gigabytes(output["sizes"]["output"])
-        rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), _number(output["perplexity"]["output"])))
+        rows.append((name, size, *_kl(kl), percent(output["top1"]), _number(output["perplexity"]["output"])))
 
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
-            rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells))
+            rows.append(("  its weights alone", "", *_kl(weights_only), *cells))
 
     lines += table(rows, width=width)
 
@@ -455,7 +444,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
             lines += ["", *_indented_table(task_rows(output["tasks"]), width)]
             lines += paragraphs([f"  {output['tasks']['reading']}"], width)
 
-        for text in answers(output)[:SHOWN_PROMPTS]:
+        for text in output["texts"][:SHOWN_PROMPTS]:
             lines += ["", *_answers(text, width)]
 
     text = outputs[0]["text"]
@@ -490,9 +479,9 @@ def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
     return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
 
 
-def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str]:
+def _kl(figures: Mapping[str, Any]) -> tuple[str, str]:
     interval = "..".join(f"{edge:.2g}" for edge in figures["interval"] or ())
-    return kl_text(figures["kl"], floor["kl"]), interval
+    return f"{figures['kl']:.3g}", interval
 
 
 def _number(value: float) -> str:

@@ -94,7 +94,9 @@ def check_headers(
     if as_loaded:
         check_head(headers, findings)
 
-    check_files(checkpoint, files, findings)
+    for name in sorted(files):
+        if not (checkpoint.root / name).is_file():
+            findings.problems.append(f"{name} is missing: the run that made this directory wrote it")
 
     return headers, findings
 
@@ -422,16 +424,3 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
     for difference in config_differences(actual, expected, ("quantization_config",)):
         findings.problems.append(f"config.json: {difference.text('openquant writes')}")
     return scheme
-
-
-def check_files(checkpoint: Checkpoint, files: Iterable[str], findings: Findings) -> None:
-    """Check that all files that the run wrote are there.
-
-    Args:
-        checkpoint: the opened directory.
-        files: paths of the files, relative to the directory; empty if not known.
-        findings: a line for each missing file is added to its problems.
-    """
-    for name in sorted(files):
-        if not (checkpoint.root / name).is_file():
-            findings.problems.append(f"{name} is missing: the run that made this directory wrote it")

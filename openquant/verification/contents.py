@@ -176,7 +176,10 @@ class _Reading:
             worker.number, task = numbered_task
             try:
                 if task.kv_cache_scale:
-                    worker.check_kv_cache_scale(task.info)
+                    # It is finite and above zero.
+                    if task.info.dtype in FLOATS:
+                        worker.read_scale(task.info)
+                    self.advance(task.info.nbytes)
                 elif task.finite_only:
                     worker.check_finite(task.info)
                 elif task.weight is not None:
@@ -331,14 +334,14 @@ class _Worker:
     def _read_scales(self, weight: Weight) -> tuple[Floats | None, Floats | None]:
         """The scales, divided by the global scale, and the global scale; None for what is wrong or not there."""
         if weight.input_scale is not None:
-            self._read_scale(weight.input_scale)
+            self.read_scale(weight.input_scale)
 
         signed = weight.format is not None and weight.format.signed_scales
-        scale = weight.scale and self._read_scale(weight.scale, signed)
+        scale = weight.scale and self.read_scale(weight.scale, signed)
         if weight.format is None or weight.format.global_scale is None:
             return scale, None
 
-        values = weight.global_scale and self._read_scale(weight.global_scale)
+        values = weight.global_scale and self.read_scale(weight.global_scale)
         if values is None:
             return None, None
         global_scale = values.reshape(1, 1)
@@ -408,7 +411,7 @@ class _Worker:
             scales = [weight.scale, weight.global_scale, weight.input_scale]
         for info in scales:
             signed = fmt.signed_scales and info is weight.scale
-            if info is not None and self._read_scale(info, signed) is None:
+            if info is not None and self.read_scale(info, signed) is None:
                 return
 
         experts = len(weight.matrices)
@@ -448,12 +451,6 @@ class _Worker:
         for low in range(0, rows, step):
             yield min(step, rows - low), None
 
-    def check_kv_cache_scale(self, info: TensorInfo) -> None:
-        """Check that a KV-cache scale is finite and above zero."""
-        if info.dtype in FLOATS:
-            self._read_scale(info)
-        self.reading.advance(info.nbytes)
-
     def _check_integers(self, expected: TensorInfo, data: bytes) -> None:
         """Check a tensor of int64 whose values follow from the weight's shape, such as `weight_shape`."""
         if self.checkpoint.tensors.get(expected.name) != expected:
@@ -463,7 +460,7 @@ class _Worker:
             actual, right = (np.frombuffer(values, "<i8").tolist() for values in (raw, data))
             self._problem(f"{self._place(expected.name)} is {actual}, its codes are {right}")
 
-    def _read_scale(self, info: TensorInfo, signed: bool = False) -> Floats | None:
+    def read_scale(self, info: TensorInfo, signed: bool = False) -> Floats | None:
         """The values of a scale; None, and a problem, unless all are finite and above zero (`signed`: not zero)."""
         values = self.output.read_scale(info)
         allowed = "above zero"

@@ -69,12 +69,15 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
     """
     start = time.monotonic()
     reporter = reporter or default_reporter()
-    _check_options(options)
+    if options.full and options.source is None:
+        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     directory = os.fspath(options.directory)
     checked = find_whole(directory, reporter.on_note)
     root = checked.root
     quantization = _read_quantization(root)
-    journal = _read_journal(root)
+    journal = read_journal(root) or {}
+    if not journal.get("done", True):
+        raise UsageError(f"{root} is not finished", "run the command that makes it again")
 
     # What --copy named belongs to both.
     copy = tuple(journal.get("copy", ()))
@@ -126,15 +129,6 @@ def verify(options: Check, reporter: Reporter | None = None) -> Report:
     )
 
 
-def _check_options(options: Check) -> None:
-    """Refuse --full without a source, and a file in place of a directory."""
-    if options.full and options.source is None:
-        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
-    with readable():
-        if Path(options.directory).is_file():
-            raise UsageError(f"{options.directory} is not a directory", "check the path")
-
-
 def _read_quantization(root: Path) -> Quantization:
     """What config.json says of the quantization of a directory, which must have one."""
     with readable():
@@ -146,14 +140,6 @@ def _read_quantization(root: Path) -> Quantization:
                 "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
             )
         return read_quantization(config)
-
-
-def _read_journal(root: Path) -> dict[str, Any]:
-    """The journal of a directory, whose run must be finished; empty if it has none."""
-    journal = read_journal(root) or {}
-    if not journal.get("done", True):
-        raise UsageError(f"{root} is not finished", "run the command that makes it again")
-    return journal
 
 
 def _since(start: float) -> float:

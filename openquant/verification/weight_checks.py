@@ -52,9 +52,7 @@ def find_weights(
         dtype or shape, the weight has no scale; likewise a global scale, zero points and a scale of activations. If no
         config group targets it, it has no format. Codes of a wrong name, dtype or shape are left out.
     """
-    finder = _Finder(checkpoint, quantization, findings)
-    finder.add_all(pairs)
-    return finder.codes, finder.stored, finder.scales
+    return _Finder(checkpoint, quantization, findings).find(pairs)
 
 
 def find_decodable_weights(
@@ -131,8 +129,8 @@ class _Finder:
         self.stored: dict[str, Weight] = {}
         self.scales: set[str] = set()
 
-    def add_all(self, pairs: Sequence[CodesAndScale]) -> None:
-        """Add all weights, and report problems with their codes, scales and zero points."""
+    def find(self, pairs: Sequence[CodesAndScale]) -> StoredWeights:
+        """Find all weights, and report problems with their codes, scales and zero points."""
         per_tensor_scale_inv = 0
         for pair in pairs:
             info = pair.codes
@@ -185,6 +183,7 @@ class _Finder:
 
         if not self.codes and self.quantization.groups:
             self.findings.notes.append("nothing is quantized")
+        return self.codes, self.stored, self.scales
 
     def _add_columns(self, pair: CodesAndScale, fmt: Format) -> None:
         """Add a weight in AWQ's or GPTQ's layout, whose codes are packed along columns."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +12,15 @@ import gradio as gr
 from ..errors import OpenQuantError, UsageError
 from ..files.cards import COMMANDS
 from ..fit.budget import read_budget
-from ..formats.hardware import SCHEME_NAMES, find_gpu
+from ..formats.hardware import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, make_sections, push_words
 from .runs import DONE, RUNNING, WAITING, Runs, result_html, run_title, status_html
 from .view import problem_html
 
-# Names that the search shows of either kind, and characters from which on it asks the Hub.
+# Names that the search shows.
 MOST_FOUND = 8
-FEWEST_LETTERS = 2
-# Plans that are made at one time.
-PLANS = 2
-# The GPU of a form on a machine that has none.
+# The GPU of an untouched form.
 USUAL_GPU = "RTX 4090"
 HERE = "Here"
 THERE = "Straight into a repository"
@@ -63,14 +57,11 @@ class Page:
     def __init__(self, runs: Runs, roots: Roots) -> None:
         self.runs = runs
         self.roots = roots
-        self._planning = threading.BoundedSemaphore(PLANS)
 
     def search(self, text: str) -> Any:
-        """Find models here, and repositories on the Hub, whose names have a text in them."""
+        """Find models here whose names have a text in them."""
         text = text.strip()
         names = [name for name in self.roots.models() if text.lower() in name.lower()][:MOST_FOUND]
-        if not text.startswith(("/", ".")) and len(text) >= FEWEST_LETTERS:
-            names += find_names(text)
         return gr.update(choices=names, value=None, visible=bool(names) and text not in names)
 
     def plan(self, *values: Any) -> tuple[Any, ...]:
@@ -111,7 +102,7 @@ class Page:
                 gr.update(visible=True),
                 gr.update(visible=is_done),
                 gr.update(choices=[(run_title(one), one.id) for one in runs], value=run.id),
-                status_html(run, self.runs.place(run)),
+                status_html(run),
                 "\n".join(run.log),
                 gr.update(visible=run.state in (WAITING, RUNNING)),
                 problem_html(run.error) if run.error else "",
@@ -153,7 +144,7 @@ class Page:
         FitOptions(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
 
     def _make_plan(self, choice: Chosen, gpu: str) -> dict[str, str]:
-        """Make the sections of a plan, of few at a time."""
+        """Make the sections of a plan."""
         given = choice.keywords(self.roots)
         shared = ("model", "kv_cache", "quantize_lm_head", "quantize_embeddings", "ignore", "revision")
         fit = {name: given[name] for name in shared if name in given}
@@ -162,38 +153,12 @@ class Page:
         if choice.context:
             fit["context"] = choice.context
 
-        with self._planning:
-            return make_sections(None if choice.fit else given, fit)
-
-
-def preset_gpu() -> str:
-    """Name the GPUs of this machine as the form takes them, "2xL4"; a usual one if there are none that are known."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        names = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-        gpu = find_gpu("".join(names[:1]))
-        if gpu is not None:
-            # Of those of one kind a power of two, by which models can be divided.
-            count = min(8, 1 << (names.count(names[0]).bit_length() - 1))
-            return f"{count}x{gpu.name}".removeprefix("1x")
-    return USUAL_GPU
+        return make_sections(None if choice.fit else given, fit)
 
 
 def choose_row(event: gr.EventData) -> tuple[str, str]:
     """Return the kind and the scheme of a row in the table of schemes."""
     return ONE, event.value
-
-
-def find_names(text: str) -> list[str]:
-    """Return the names of repositories on the Hub that have a text in them; none if the Hub does not answer."""
-    from huggingface_hub import HfApi
-
-    try:
-        found = [str(model.id) for model in HfApi().list_models(search=text, limit=MOST_FOUND)]
-    except Exception:
-        # A search is a convenience: a name can be typed whole.
-        return []
-    return [name for name in found if name.isprintable() and len(name) <= 200]
 
 
 # The values of the form, in the order of its fields.
@@ -282,7 +247,7 @@ class PageLayout:
                 info="A repository on the Hub, such as Qwen/Qwen3-8B, or a directory: its bare name, or / or ./ first",
                 elem_id="model",
             )
-            self.matches = gr.Radio([], label="Models here and on the Hub", visible=False, elem_id="matches")
+            self.matches = gr.Radio([], label="Models here", visible=False, elem_id="matches")
 
     def _lay_out_goal(self) -> None:
         """Make the fields that say what is to become of it."""
@@ -292,7 +257,7 @@ class PageLayout:
         with gr.Column(elem_id="goal-section"):
             gr.HTML("<h2>2. Goal</h2>")
             with gr.Row():
-                self.gpu = gr.Textbox(preset_gpu(), label="GPU", info="4090, 2xA100-80, 24GB or cpu", elem_id="gpu")
+                self.gpu = gr.Textbox(USUAL_GPU, label="GPU", info="4090, 2xA100-80, 24GB or cpu", elem_id="gpu")
                 self.context = gr.Textbox(label="Context", info="Tokens, such as 8192 or 32k", elem_id="context")
             self.kind = gr.Radio([ONE, MIXED], value=ONE, label="Schemes (a mixture fills a size)", elem_id="kind")
             self.scheme = gr.Dropdown([best, *schemes], value=BEST, label="Scheme", elem_id="scheme")

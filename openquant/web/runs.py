@@ -5,7 +5,7 @@ what an earlier one left, since `compress` resumes by its journal: nothing about
 
     runs = Runs(Path("models"))
     run = runs.add("Qwen/Qwen3-8B", choice.steps(roots))
-    status_html(run, runs.place(run))
+    status_html(run)
 """
 
 from __future__ import annotations
@@ -116,11 +116,6 @@ class Runs:
     def find(self, name: str | None) -> PageRun | None:
         """Return a run by its id; None if there is none."""
         return next((run for run in self._runs if run.id == name), None)
-
-    def place(self, run: PageRun) -> int:
-        """Return how many runs are before one in the queue."""
-        before = self._runs[: self._runs.index(run)]
-        return sum(one.state in (WAITING, RUNNING) for one in before)
 
     def stop(self, run: PageRun) -> None:
         """End a run. What it wrote stays, and the same command continues it."""
@@ -254,14 +249,13 @@ def run_title(run: PageRun) -> str:
     return f"{run.model}: {what} ({run.state})"
 
 
-def status_html(run: PageRun, place: int) -> str:
+def status_html(run: PageRun) -> str:
     """Show state, progress and commands of a run.
 
     Args:
         run: the run.
-        place: how many runs are before it.
     """
-    parts = ['<section class="oq">', f'<p role="status"><strong>{text_html(_state(run, place))}</strong></p>']
+    parts = ['<section class="oq">', f'<p role="status"><strong>{text_html(_state(run))}</strong></p>']
     if run.state == RUNNING:
         parts.append(_progress_html(run))
     # Above the page it is gone with the next action.
@@ -339,15 +333,13 @@ def _written(result: dict[str, Any]) -> str:
     return f"{repository}{optional('@{}', result.get('pushed_revision'))}"
 
 
-def _state(run: PageRun, place: int) -> str:
+def _state(run: PageRun) -> str:
     """Say in a sentence how far a run is."""
-    if run.state == WAITING:
-        others = "1 run is" if place == 1 else f"{place} runs are"
-        return f"Waiting: {others} before this one."
     if run.state == RUNNING:
         begun = "uploading" if run.steps[run.step][0] == "push" else "starting"
         return f"Step {run.step + 1} of {len(run.steps)}: {run.progress.get('stage', begun)}"
     return {
+        WAITING: "Waiting for the runs before this one.",
         DONE: "The run is done.",
         FAILED: "The run failed.",
         STOPPED: "The run was stopped. The same button continues it.",

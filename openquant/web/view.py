@@ -20,8 +20,7 @@ from ..plan import summary
 from ..plan.engines import sglang_refusal
 from ..plan.layout import PlanLine
 from ..plan.plan import Plan
-from ..plan.serving import Fit, Serving
-from ..report.cells import gigabytes, optional, or_dash, per_cent, short, shorten, terminal
+from ..report.cells import gigabytes, optional, per_cent, shorten, terminal
 from ..report.fit import advised, fit_caption, fit_notes, fit_rows, gained_lines, nothing_fits
 
 # Characters of the names and of the reason in a row of the weights.
@@ -69,7 +68,7 @@ def command_html(command: str) -> str:
 
 
 def plan_html(plan: Plan, model: str) -> str:
-    """Show a plan: architecture, sizes, engines, what becomes of the weights, and the GPUs before and after.
+    """Show a plan: architecture, sizes, engines and what becomes of the weights.
 
     Args:
         plan: the plan.
@@ -94,9 +93,6 @@ def plan_html(plan: Plan, model: str) -> str:
     rows = "".join(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts)
     html = f'<section class="oq"><h3>Plan</h3><dl>{rows}</dl>{_notes(plan.notes)}'
 
-    serving = summary.serving(plan)
-    if serving:
-        html += _serving_table(*serving)
     return f"{html}<details><summary>What becomes of the weights</summary>{_weights_table(plan)}</details></section>"
 
 
@@ -154,23 +150,6 @@ def _engines(plan: Plan) -> str:
     if refusal is None:
         return names
     return f"{names}; SGLang does not: {refusal.why}"
-
-
-def _serving_table(source: Serving, output: Serving) -> str:
-    """The fewest GPUs of each size, and the tokens that they then hold, before and after."""
-    heads = ["each GPU has", "GPUs before", "tokens before", "GPUs after", "tokens after", "with an FP8 cache"]
-    rows = []
-    for before, after in zip(source.fits, output.fits, strict=True):
-        rows.append([f"{after.gpu_gb} GB", *_fewest(before), *_fewest(after), short(after.tokens_fp8)])
-    unknown = text_html(output.unknown or source.unknown or "")
-    caption = "The fewest that serve it, and the tokens of all sequences that they hold"
-    table = _table(caption, heads, rows, numbers=range(1, len(heads)))
-    missing = optional("<p>How many tokens fit is not known: {}</p>", unknown)
-    return f"<details><summary>GPUs before and after</summary>{table}{missing}</details>"
-
-
-def _fewest(fit: Fit) -> tuple[str, str]:
-    return or_dash("{}", fit.gpus), short(fit.tokens_bf16)
 
 
 def _weights_table(plan: Plan) -> str:

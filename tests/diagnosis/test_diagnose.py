@@ -77,7 +77,7 @@ def test_errors_are_those_of_torch(tmp_path: Path) -> None:
 def test_errors_are_those_that_verify_finds(shelf: Shelf, subtests: pytest.Subtests) -> None:
     """Fused layers in different shards, experts in tensors of their own, and stacked with rows as columns."""
     for architecture in ("Qwen3MoeForCausalLM", "Llama4ForCausalLM"):
-        found = {layer.module: layer for layer in diagnose(shelf.source(architecture), full=True).layers}
+        found = {layer.module: layer for layer in diagnose(shelf.source(architecture)).layers}
         for scheme in (scheme for scheme in FULL if not small_checkpoints.refused(architecture, scheme)):
             with subtests.test(architecture=architecture, scheme=scheme.name):
                 source, output, _ = shelf.converted(architecture, scheme)
@@ -97,9 +97,13 @@ def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [noise, spiked])
-def test_a_sample_is_close_to_all_rows(tmp_path: Path, make: Callable[[int, int], torch.Tensor]) -> None:
+def test_a_sample_is_close_to_all_rows(
+    tmp_path: Path, make: Callable[[int, int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = model(tmp_path / "model", mlp__down_proj=make(1024, 512))
-    sampled, full = diagnose(source), diagnose(source, full=True)
+    sampled = diagnose(source)
+    monkeypatch.setattr("openquant.diagnosis.diagnose.MAX_UNSAMPLED", 1 << 20)
+    full = diagnose(source)
     layer, exact = only(sampled), only(full)
     assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
     assert exact.rows == 1024
@@ -110,9 +114,8 @@ def test_a_sample_is_close_to_all_rows(tmp_path: Path, make: Callable[[int, int]
 
 def test_a_layer_of_zeros_has_no_error(tmp_path: Path) -> None:
     source = model(tmp_path / "model", mlp__down_proj=torch.zeros(256, 128, dtype=torch.float32))
-    for full in (False, True):
-        layer = only(diagnose(source, full=full))
-        assert layer.errors == layer.row_errors == dict.fromkeys(SCHEMES, 0.0)
+    layer = only(diagnose(source))
+    assert layer.errors == layer.row_errors == dict.fromkeys(SCHEMES, 0.0)
     # It is named.
     assert f"note: all weights are zero: {DOWN}\n" in diagnosis_text(diagnose(source), every=False)
     sound = model(tmp_path / "sound", mlp__up_proj=noise(64, 64))
@@ -158,7 +161,7 @@ def test_fused_layers_share_a_per_tensor_scale(tmp_path: Path) -> None:
 def test_a_quantized_source_is_measured_by_its_decoded_weights(tmp_path: Path) -> None:
     """Codes that stay lose nothing; any other scheme rounds what they stand for."""
     source = store(tmp_path / "blocks", by_blocks(), BLOCKS)
-    found = diagnose(source, full=True)
+    found = diagnose(source)
     assert len(found.layers) == 14
     compress(source, tmp_path / "channel", "channel")
     for root in (source, tmp_path / "channel"):
@@ -214,9 +217,6 @@ def test_progress_and_an_interrupt(example: Path) -> None:
     others = sum(info.nbytes for info in open_checkpoint(example).tensors.values()) - weights
     diagnose(example, reporter=seen)
     assert (told[-1], len({total for _, total in told})) == ((weights + others, weights + others), 1)
-    told.clear()
-    diagnose(example, full=True, reporter=seen)
-    assert told[-1] == (2 * weights + others, 2 * weights + others)
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -240,13 +240,12 @@ def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: P
     source = small_checkpoints.write(tmp_path / "source", weights={f"{DOWN}.weight": noise(256, 576)})
     compress(source, tmp_path / "out", "int4")
     [error] = verify(tmp_path / "out", source, full=True).errors
-    assert only(diagnose(source, full=True)).errors["int4"] == pytest.approx(error.relative, rel=1e-6)
+    assert only(diagnose(source)).errors["int4"] == pytest.approx(error.relative, rel=1e-6)
 
 
 def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -> None:
     for given, message in [
         ({"workers": 0}, "0 workers cannot work"),
-        ({"scratch": "there"}, "--scratch is where --stream keeps shards"),
         ({"scheme": "int1"}, "--scheme: int1 is none of tensor, "),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
@@ -291,8 +290,8 @@ def test_the_table_and_json(example: Path, capsys: pytest.CaptureFixture[str]) -
     assert [line.split()[0] for line in every if line.startswith("model.layers.")] == [
         layer.module for layer in diagnose(example).layers
     ]
-    found = json.loads(said("--json", "--scheme", "channel", "--full"), parse_constant=pytest.fail)
-    assert found == json.loads(json.dumps(diagnose(example, "channel", full=True).to_json())) | {"model": str(example)}
+    found = json.loads(said("--json", "--scheme", "channel"), parse_constant=pytest.fail)
+    assert found == json.loads(json.dumps(diagnose(example, "channel").to_json())) | {"model": str(example)}
     assert (found["scheme"], found["rows_read"], len(found["layers"])) == ("channel", 1.0, 28)
     layer = found["layers"][0]
     assert layer["row_errors"]["channel"] > 0

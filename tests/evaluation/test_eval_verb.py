@@ -20,7 +20,6 @@ from openquant.files import destination
 from openquant.files.cards import find_evaluation, read_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Evaluate
-from openquant.report.text import evaluation_text
 from openquant.streaming import session
 from openquant.streaming.offload import OffloadFile
 from support.reporters import Told
@@ -132,7 +131,7 @@ def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
 def test_prompts_can_be_left_out(
     measured: Measured, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is answered then, and no other figure changes. The models are shown along a text instead."""
+    """Nothing is answered then, and no other figure changes."""
 
     def answered(*_: object, **__: object) -> None:
         raise AssertionError("prompts were answered")
@@ -142,7 +141,7 @@ def test_prompts_can_be_left_out(
     # Nobody who leaves them out is told that they were not answered.
     assert not [note for note in found.notes if "--prompts" in note]
     without = found.outputs[0]
-    assert [text["along"] for text in without["texts"]] == [True]
+    assert without["texts"] == []
     assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}
     assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
 
@@ -160,7 +159,6 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
         assert text in refused(SourceError, output, text=[tmp_path / text])
     out = tmp_path / "short.txt" / "eval.json"
     assert f"--out {out}: {tmp_path / 'short.txt'} is no directory" in refused(UsageError, output, out=out)
-    assert "given twice" in refused_options(outputs=["one", "one"])
     assert "no output" in refused_options(outputs=[])
     assert "not a device" in refused_options(outputs=["one"], device="tpu")
     assert "--kv-cache: int8 is none of fp8, auto" in refused_options(outputs=["one"], kv_cache="int8")
@@ -207,9 +205,7 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     (tmp_path / "prompts").write_text("import\n")
     monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
-    assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
-    # Predictions along a text are no answers, so they are only in the JSON and on the page.
-    assert not re.search(r"(?m)^  (prompt|text|source|output)  ", evaluation_text(found.to_json(), found.notes))
+    assert found.outputs[0]["texts"] == []
     assert [note for note in found.notes if note.startswith("--prompts were not answered")]
 
 

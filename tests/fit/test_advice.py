@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openquant.fit.advice import advise
+from openquant.diagnosis.result import advise
 
 
 def advised(schemes: dict[str, set[str]]) -> list[str | None]:

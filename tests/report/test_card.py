@@ -21,7 +21,6 @@ from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import ModuleRules
 from openquant.report.card import evaluated_card, model_card, source_section
-from openquant.report.text import evaluation_text
 from openquant.version import SGLANG
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints
@@ -401,21 +400,6 @@ def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_no_printed_figure_contradicts_its_verdict() -> None:
-    """An output is similar up to 0.1 nats, so one with 0.10004 is not printed with 0.1."""
-    found = {**evaluation(), "verdict": "changed"}
-    found["kl"]["mean"] = 0.10004
-    brief = {"interval": None, "p99": 0.01, "perplexity": 12.0}
-    printed = {
-        "source": found["source"],
-        "floor": found["floor"] | brief,
-        "outputs": [found | {"weights_only": found["weights_only"] | brief}],
-    }
-    assert "\n| mean KL to the source | 0.10004 nats [" in evaluated_card("", "user/name", found)
-    text = evaluation_text(printed, ())
-    assert text.startswith("tiny-FP8: changed: ") and re.search(r"^tiny-FP8 .* 0\.10004 ", text, re.MULTILINE)
-
-
 def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     evil = "<script>x</script>\n\n# A | heading\n```\n[link](javascript:x) ![](https://x) \x1b[31m www.evil.example"
     found = evaluation()
@@ -436,14 +420,12 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     assert "\x1b" not in added
 
 
-def test_what_models_find_along_a_text_is_no_answer() -> None:
+def test_without_answers_a_card_says_how_to_measure_without_them() -> None:
     found = evaluation()
     shown = evaluated_card("", "user/name", found)
     assert "answer" in shown and "--no-prompts" not in shown
-    assert "text" in found["texts"][2]
-    for texts in (found["texts"][2:], []):
-        shown = evaluated_card("", "user/name", {**found, "texts": texts})
-        assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
+    shown = evaluated_card("", "user/name", {**found, "texts": []})
+    assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
 
 
 def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:

@@ -18,13 +18,13 @@ from openquant.cli.commands import main
 from openquant.files.cards import evaluation_digest, find_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.report.charts import draw_picture
-from openquant.report.html import PageContent, evaluated_page, render_page
-from support.evaluation_files import EVIL, evaluation, hostile, several
+from openquant.report.html import render_page
+from support.evaluation_files import evaluation, hostile, several
 
 ALLOWED = {
     "html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "span", "ul", "li", "code",
     "pre", "div", "table", "thead", "tbody", "tr", "th", "td", "button", "figure", "figcaption", "section", "details",
-    "summary", "br", "mark", "script", "strong", "dl", "dt", "dd",
+    "summary", "br", "script", "strong", "dl", "dt", "dd",
 }  # fmt: skip
 
 
@@ -46,21 +46,17 @@ class Seen(html.parser.HTMLParser):
         self.text.append(data)
 
 
-def everything(of: dict[str, object]) -> PageContent:
-    return PageContent("a title", "about", [of], commands=["vllm serve x"])
-
-
 @functools.cache
 def whole_page() -> str:
-    return render_page(everything(evaluation()))
+    return render_page([evaluation()])
 
 
 def test_the_same_figures_give_the_same_bytes() -> None:
-    assert render_page(everything(evaluation())) == whole_page()
+    assert render_page([evaluation()]) == whole_page()
 
 
 def test_nothing_that_others_wrote_is_markup() -> None:
-    text = render_page(PageContent(EVIL, EVIL, [hostile()], commands=[EVIL]))
+    text = render_page([hostile()])
     seen = Seen(text)
     assert seen.tags <= ALLOWED
     assert not {name for name in seen.attributes if name.startswith("on")} | (
@@ -102,8 +98,8 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
         found[name] = []
     found["kl"]["interval"] = found["perplexity"]["interval"] = None
     found["kl_histogram"] = {"edges": [1e-8, 1.0], "output": [0.0], "floor": [0.0]}
-    text = render_page(PageContent("x", evaluations=[found]))
-    assert text.count("<svg") == 5
+    text = render_page([found])
+    assert text.count("<svg") == 4
     assert "Texts side by side" not in text
     assert "Suspects" not in text
     assert draw_picture([found])
@@ -111,25 +107,14 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
 
 def test_what_a_page_says_of_an_evaluation() -> None:
     text = whole_page()
-    # Words that only one answer has are marked.
-    assert "there was a fox that <mark>lived</mark>" in text
-    assert "there was a fox that <mark>slept</mark>" in text
+    assert "there was a fox that lived" in text and "there was a fox that slept" in text
     assert "output, another from token 7 on" in text
     assert "output, the same" in text
-    # What models find along a text is no answer.
-    assert "output, token 1 is the first that differs" in text
-    assert text.count("The text that follows, and below it the most probable token of each model") == 1
-    assert "<pre> was so.</pre>" in text
-    # The mean KL has the digits that its verdict needs.
-    found = evaluation()
-    found["kl"]["mean"] = 0.10004
-    text = render_page(PageContent("x", evaluations=[found]))
-    assert text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
 
 
 def test_a_picture_names_the_evaluations_it_shows() -> None:
     named = [{**evaluation(), "output": {"name": name, "digest": "2" * 64}} for name in ("tiny $x$ \u6a21\u578b", "y")]
-    text, found = render_page(PageContent("x", evaluations=named)), draw_picture(named)
+    text, found = render_page(named), draw_picture(named)
     assert found.startswith(b"\x89PNG")
     for one in named:
         assert evaluation_digest(one).encode() in found
@@ -155,8 +140,7 @@ def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path
     assert found is not None
     assert found.files == ["eval.json", "eval.html", "eval.png"]
     text = (out / "eval.html").read_text()
-    assert text.count("<svg") == 5
-    assert "What it takes to serve" in text
+    assert text.count("<svg") == 4
     assert (out / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -169,7 +153,7 @@ def rows(text: str, table: int = 0) -> list[list[str]]:
 
 
 def test_several_outputs_come_in_the_order_of_their_kl_beside_source_and_floor() -> None:
-    text = render_page(evaluated_page(several(), []))
+    text = render_page(several())
     assert "<title>3 outputs of org/tiny</title>" in text
     assert [row[:4] for row in rows(text)] == [
         ["org/tiny (source)", "8.39 MB", "100 %", "0"],
@@ -185,7 +169,6 @@ def test_several_outputs_come_in_the_order_of_their_kl_beside_source_and_floor()
 
 
 def test_the_details_of_a_single_output_are_open() -> None:
-    text = render_page(evaluated_page([evaluation()], []))
+    text = render_page([evaluation()])
     assert '<details class="output" open><summary><h2>tiny-FP8 beside org/tiny' in text
     assert rows(text)[0] == ["size", "8.39 MB", "", "", "5.25 MB, 62.5 %"]
-    assert "on-phone" not in text.split("</style>")[1]

@@ -11,8 +11,10 @@ from engine_client import EngineError, find_engine, write_cached
 from engine_layers import UNBUILT
 
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import TENSOR
 from openquant.models import MODELS
-from openquant.plan.serving import stored_serving
+from openquant.plan import summary
+from openquant.plan.plan import make_plan
 from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
@@ -56,7 +58,9 @@ def test_bytes_of_a_token_and_of_a_sequence(kept: dict[tuple[str, str], Any], na
         else:
             token += page // tokens
     root: Path = kept["", "root"]
-    ours = stored_serving(open_checkpoint(root / name)).cache
+    served = summary.serving(make_plan(open_checkpoint(root / name), TENSOR))
+    assert served is not None
+    ours = served[0].cache
     assert ours is not None
     fp8 = dtype == "fp8"
     assert ours.per_token(fp8) == token

@@ -642,7 +642,7 @@ def test_usage_errors(subtests: pytest.Subtests, ours: tuple[Path, Path], capsys
 
 def test_a_directory_that_is_not_finished_is_not_checked(ours: tuple[Path, Path]) -> None:
     _, out = ours
-    with pytest.raises(OpenQuantError, match="config.json is not a directory"):
+    with pytest.raises(OpenQuantError, match="config.json is not a checkpoint: it has no config.json"):
         verify(out / "config.json")
     change_json(out / ".openquant.json", lambda journal: journal.update(done=False))
     with pytest.raises(OpenQuantError, match="is not finished"):

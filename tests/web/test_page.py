@@ -50,15 +50,6 @@ class Outside:
                 self.asked.append(connection.recv(200))
 
 
-def with_gpus(directory: Path, *names: str) -> str:
-    """A search path for programs on which a driver reports these GPUs."""
-    program = directory / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{name}'\n" for name in names))
-    program.chmod(0o755)
-    return os.pathsep.join([str(program.parent), os.environ["PATH"]])
-
-
 class Server:
     """`openquant web` in a directory of its own."""
 
@@ -70,7 +61,6 @@ class Server:
             **{"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hf"), "HF_HUB_DISABLE_XET": "1"},
             **{"http_proxy": outside.address, "https_proxy": outside.address, "no_proxy": "127.0.0.1"},
             **{"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PYTHONUNBUFFERED": "1"},
-            "PATH": with_gpus(directory, "NVIDIA L4"),
         }
         self.environment["HF_TOKEN"] = TOKEN
         self.start()
@@ -234,10 +224,8 @@ def slow(hub: LoopbackHub) -> Iterator[None]:
 
 
 def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, server: Server, slow: None) -> None:
-    visitor.page.locator("#model :is(input, textarea)").first.press_sequentially("tiny-q")
-    visitor.page.locator("#matches").get_by_text("org/tiny-qwen3").click()
-    visitor.page.wait_for_selector("#plan-sections table")
-    for text in ("Qwen3ForCausalLM", "8.39 MB before, 5.27 MB after", "vLLM and SGLang", "GPUs before and after"):
+    visitor.plan("org/tiny-qwen3")
+    for text in ("Qwen3ForCausalLM", "8.39 MB before, 5.27 MB after", "vLLM and SGLang"):
         assert text in visitor.text("plan-sections")
     visitor.straight_to("user/made")
     visitor.convert("compressing")
@@ -259,9 +247,9 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
 def test_an_output_that_is_kept_is_measured_and_published(
     chromium: Any, visitor: Visitor, hub: LoopbackHub, server: Server
 ) -> None:
-    assert visitor.value("gpu") == "L4"
+    assert visitor.value("gpu") == "RTX 4090"
     text = visitor.pick(str(EXAMPLE))
-    assert "1 L4 of" in text and "Closest, 0.005 nats, computed in 16 bits" in text
+    assert "1 RTX 4090 of" in text and "Closest, 0.005 nats, computed in 16 bits" in text
     # A row of the table is a choice.
     for scheme, size in (("int4", "3.73 MB"), ("int8-weights", "5.27 MB")):
         visitor.page.get_by_role("row", name=scheme).get_by_text(size).click()
@@ -423,16 +411,6 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
         ("POST", "/gradio_api/run/plan"),
     ):
         assert answer(server, path, method) == 403, path
-
-
-def test_a_gpu_is_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from openquant.web.page import preset_gpu
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert preset_gpu() == "RTX 4090"
-    # Models are divided by powers of two, among GPUs of one kind.
-    monkeypatch.setenv("PATH", with_gpus(tmp_path, *3 * ["NVIDIA A100-SXM4-80GB"], "NVIDIA L4"))
-    assert preset_gpu() == "2xA100-80"
 
 
 def test_everybody_can_use_it(chromium: Any, server: Server) -> None:
