@@ -884,13 +884,14 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     prompts: str | os.PathLike[str] | None = file_option(
         None,
         "File of prompts: one per line, or JSON Lines. The source and the outputs answer them side by side. Default: "
-        "built-in prompts. With `stream` there are no prompts.",
+        "built-in prompts. With `stream` there are no prompts: the models are compared along a text.",
         TEXTS,
         "FILE",
     )
     no_prompts: bool = option(
         False,
-        "Answer no prompts, not even the built-in ones.",
+        "Answer no prompts, not even the built-in ones. JSON and page then show predictions along a text, as with "
+        "`stream`.",
         TEXTS,
     )
     kv_cache: CacheScheme = option(

@@ -35,7 +35,7 @@ from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_thr
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
-from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer
+from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer, teacher_forced
 from .kl import compare_logits
 from .results import (
     Evaluation,
@@ -118,6 +118,8 @@ class _Comparison:
 
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
+        # The most probable next token at each position of the first document, by pass.
+        self.top_tokens: dict[int, list[int]] = {}
         # The source's logits of the document that is being compared.
         self.source_logits: Tensor | None = None
         # Generators of the rounding noise of this process's documents.
@@ -264,13 +266,19 @@ class _Comparison:
         return evaluation
 
     def _answers(self) -> list[list[dict[str, Any]]]:
-        """Return the `texts` of each output: the answers to prompts."""
+        """Return the `texts` of each output: answers to prompts, or else teacher-forced predictions along a text."""
         tokenizer = self.settings.tokenizer
-        if tokenizer is None or not self.prompts:
+        if tokenizer is None:
             return [[] for _ in self.outputs]
-        served = [output.served for output in self.outputs]
-        answered = partial(self.progress.more_done, TOKENS)
-        return compare_answers(self.model, served, tokenizer, self.prompts, answered)
+        if self.prompts:
+            served = [output.served for output in self.outputs]
+            answered = partial(self.progress.more_done, TOKENS)
+            return compare_answers(self.model, served, tokenizer, self.prompts, answered)
+        ids = self.corpus.documents[0].ids
+        return [
+            [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
+            for output in self.outputs
+        ]
 
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
         """Return all passes of a document, by number."""
@@ -343,6 +351,7 @@ class _Comparison:
         index = self.local_documents[group]
         if index == 0:
             self._compare_weights(REST, number)
+            self.top_tokens[number] = pass_logits.argmax(-1).tolist()
 
         if number == 0:
             self.source_logits = pass_logits

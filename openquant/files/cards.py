@@ -522,7 +522,8 @@ def evaluation_notes(root: Path) -> list[str]:
         root: the directory.
 
     Returns:
-        One sentence if there is no eval.json, else one for each of page and picture that is of another evaluation.
+        One sentence if there is no eval.json, else one for each of page and picture that is of another evaluation, and
+        one if text of a file is in it.
 
     Raises:
         SourceError: a file cannot be read, or eval.json is damaged.
@@ -534,4 +535,9 @@ def evaluation_notes(root: Path) -> list[str]:
         evaluation = read_evaluation(root)
         shown = _shown(root, evaluation)
     names = [name for name, is_shown in shown.items() if not is_shown]
-    return [f"{name} is of another evaluation than {EVAL_FILE}, and is left out" for name in names]
+    notes = [f"{name} is of another evaluation than {EVAL_FILE}, and is left out" for name in names]
+
+    files = evaluation["text"].get("files")
+    if files and any(answer.get("along") for answer in evaluation["texts"]):
+        notes.append(f"{EVAL_FILE} has a line of {', '.join(files)}, which everybody can read")
+    return notes

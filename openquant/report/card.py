@@ -179,7 +179,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         "evaluation.jinja",
         evaluation=evaluation,
         picture=picture,
-        answer=next(iter(evaluation["texts"]), None),
+        answer=next(iter(answers(evaluation)), None),
         repo=repo,
         source=source,
         limits=types,
@@ -224,6 +224,15 @@ def _texts_from(text: Mapping[str, Any]) -> str:
 
 # Keys of eval.json's `texts` in the order in which they are shown.
 SIDES = ("prompt", "source", "output")
+
+
+def answers(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the answers to prompts in an evaluation's `texts`, without predictions along a text, which are no answers.
+
+    Args:
+        evaluation: the content of an eval.json.
+    """
+    return [text for text in evaluation["texts"] if "text" not in text]
 
 
 def difference_text(text: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from ..result import Place, Preview, Result, zero_notes
 from ..verification.headers import Report
 from .card import (
     SIDES,
+    answers,
     difference_text,
     engines_that_read,
     gpus_text,
@@ -444,7 +445,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
             lines += ["", *_indented_table(task_rows(output["tasks"]), width)]
             lines += paragraphs([f"  {output['tasks']['reading']}"], width)
 
-        for text in output["texts"][:SHOWN_PROMPTS]:
+        for text in answers(output)[:SHOWN_PROMPTS]:
             lines += ["", *_answers(text, width)]
 
     text = outputs[0]["text"]

@@ -20,6 +20,7 @@ from openquant.files import destination
 from openquant.files.cards import find_evaluation, read_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Evaluate
+from openquant.report.text import evaluation_text
 from openquant.streaming import session
 from openquant.streaming.offload import OffloadFile
 from support.reporters import Told
@@ -131,7 +132,7 @@ def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
 def test_prompts_can_be_left_out(
     measured: Measured, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is answered then, and no other figure changes."""
+    """Nothing is answered then, and no other figure changes. The models are shown along a text instead."""
 
     def answered(*_: object, **__: object) -> None:
         raise AssertionError("prompts were answered")
@@ -141,7 +142,7 @@ def test_prompts_can_be_left_out(
     # Nobody who leaves them out is told that they were not answered.
     assert not [note for note in found.notes if "--prompts" in note]
     without = found.outputs[0]
-    assert without["texts"] == []
+    assert [text["along"] for text in without["texts"]] == [True]
     assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}
     assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
 
@@ -205,7 +206,9 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     (tmp_path / "prompts").write_text("import\n")
     monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
-    assert found.outputs[0]["texts"] == []
+    assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
+    # Predictions along a text are no answers, so they are only in the JSON and on the page.
+    assert not re.search(r"(?m)^  (prompt|text|source|output)  ", evaluation_text(found.to_json(), found.notes))
     assert [note for note in found.notes if note.startswith("--prompts were not answered")]
 
 

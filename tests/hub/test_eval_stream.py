@@ -143,7 +143,7 @@ def named(found: object, source: str, output: str) -> Any:
 
 @pytest.fixture
 def expected(source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is found of the files themselves, without answers, as where a model has no room."""
+    """What is found of the files themselves, with texts along a document, as where a model has no room."""
     monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     found = evaluate([output], source, samples=2, length=32, out=tmp_path / "local.json").to_json()
     return dict(named(found, "name", "out"))
@@ -163,7 +163,7 @@ def test_repositories_are_evaluated_through_a_few_shards_of_disk(hub, job, expec
     assert not re.search("error|warning|Traceback", err, re.IGNORECASE)
     assert named(json.loads(out), "name", "out") == expected
     assert named(json.loads(file.read_text()), "name", "out") == expected["outputs"][0]
-    assert expected["outputs"][0]["texts"] == []
+    assert [text["along"] for text in expected["outputs"][0]["texts"]] == [True]
     assert len(marks) > SHARDS
     # A shard that is renamed meanwhile is seen under both names.
     assert max(marks) <= 1 + 2 * AHEAD + 1 < SHARDS

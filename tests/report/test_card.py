@@ -420,12 +420,14 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     assert "\x1b" not in added
 
 
-def test_without_answers_a_card_says_how_to_measure_without_them() -> None:
+def test_what_models_find_along_a_text_is_no_answer() -> None:
     found = evaluation()
     shown = evaluated_card("", "user/name", found)
     assert "answer" in shown and "--no-prompts" not in shown
-    shown = evaluated_card("", "user/name", {**found, "texts": []})
-    assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
+    assert "text" in found["texts"][2]
+    for texts in (found["texts"][2:], []):
+        shown = evaluated_card("", "user/name", {**found, "texts": texts})
+        assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
 
 
 def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:
