@@ -33,15 +33,16 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..files.cards import evaluation_digest
 from ..version import __version__
-from .cells import gigabytes, optional, per_cent, terminal, texts_origin
+from .cells import gigabytes, per_cent, share_text, terminal, texts_origin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Okabe and Ito's blue and orange.
+# Okabe and Ito's blue, orange and green.
 OUTPUT = "#0072b2"
 FLOOR = "#e69f00"
+ROUTED = "#009e73"
 # Placeholder for the colour of the page's text, replaced in the SVG.
 _INK = "#010203"
 # In inches: text is still legible when a chart fills the width of a phone.
@@ -83,7 +84,7 @@ def draw_svg(draw: Draw, size: tuple[float, float] = _SIZE, number: int = 0) -> 
             figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = target.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    for name, colour in (("output", OUTPUT), ("floor", FLOOR)):
+    for name, colour in (("output", OUTPUT), ("floor", FLOOR), ("routed", ROUTED)):
         svg = svg.replace(f": {colour}", f": var(--{name}, {colour})")
     return svg
 
@@ -178,6 +179,49 @@ def by_part(evaluation: Mapping[str, Any], parts: str, number: int = 0) -> str:
         axes.set_xlim(left=0)
 
     return draw_svg(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(entries))), number)
+
+
+def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
+    """Draw, by decoder layer, the distance of hidden states and the share of tokens that are routed to other experts.
+
+    Args:
+        evaluation: the content of an eval.json.
+        number: number of the evaluation on its page.
+
+    Returns:
+        An SVG element, "<svg ..>..</svg>".
+    """
+    layers = evaluation["layers"]
+
+    def draw(axes: Axes) -> None:
+        numbers = range(len(layers))
+        axes.plot(numbers, [layer["distance"] for layer in layers], color=OUTPUT, marker=".", label="output")
+
+        floor = [(number, layer["floor"]) for number, layer in enumerate(layers) if layer.get("floor") is not None]
+        if floor:
+            axes.plot(*zip(*floor, strict=True), color=FLOOR, linestyle="--", label="floor")
+
+        routed = [
+            (number, layer["routed_otherwise"])
+            for number, layer in enumerate(layers)
+            if layer.get("routed_otherwise") is not None
+        ]
+        if routed:
+            axes.plot(
+                *zip(*routed, strict=True), color=ROUTED, linestyle=":", marker="x", label="share routed otherwise"
+            )
+
+        if any(layer["distance"] > 0 for layer in layers):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("layer")
+        axes.set_ylabel("relative distance")
+        axes.legend(frameon=False, fontsize=8)
+
+    return draw_svg(draw, number=number)
 
 
 def chart_name(text: str, most: int = 24) -> str:
@@ -310,7 +354,9 @@ def _size_label(size: float, source: int) -> str:
     return f"{gigabytes(nbytes)}\n{per_cent(nbytes, source)}" if source else gigabytes(nbytes)
 
 
-# Characters of the names of texts below a picture.
+# Colour of what is not a figure, size of the small print, and characters of the names of texts.
+_FAINT = "#444444"
+_SMALL = 8.5
 _LONGEST_ORIGIN = 60
 
 
@@ -319,38 +365,92 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
 
     Args:
         evaluations: for each output the checked content of its eval.json. Of one output the picture shows the KL of
-            its positions; of several it shows size against KL.
+            its positions and a table of figures; of several it shows size against KL, and recovery if they were asked
+            tasks.
 
     Returns:
         The bytes of the PNG. Its metadata name the evaluations by their digests (`evaluation_digest`).
     """
-    first = evaluations[0]
-    source = chart_name(first["source"]["name"], 60)
-    text = first["text"]
-    texts = f"{text['positions']:,} tokens of {text['documents']:,} texts"
-    origin = optional(" ({})", chart_name(texts_origin(text), _LONGEST_ORIGIN))
+    with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
+        height = 4.2
+        if len(evaluations) > 1:
+            height = _comparison_height(evaluations)
 
-    title = f"{chart_name(first['output']['name'], 60)}: {chart_name(first['verdict'])}"
-    caption = f"compared with {source}\n"
-    height = 4.2
-    if len(evaluations) > 1:
-        title = f"{len(evaluations)} outputs of {source}"
-        caption = "bars are 95 % intervals; "
-        height = _comparison_height(evaluations)
-
-    with matplotlib.rc_context({**STYLE, "font.size": 10.5}), quiet_fonts():
         figure = Figure((8.0, height), layout="constrained", facecolor="white")
-        figure.suptitle(title, fontsize=15, fontweight="bold")
-        figure.supxlabel(f"{caption}measured on {texts}{origin}", fontsize=8.5, color="#444444")
-        if len(evaluations) == 1:
-            draw_distribution(figure.subplots(), first["kl_histogram"])
-        else:
-            draw_comparison(figure.subplots(), evaluations)
-
         target = io.BytesIO()
         metadata: dict[str, Any] = {
             "Software": f"openquant {__version__}",
             "Description": " ".join(evaluation_digest(evaluation) for evaluation in evaluations),
         }
-        figure.savefig(target, format="png", dpi=200, metadata=metadata)
+
+        with quiet_fonts():
+            if len(evaluations) == 1:
+                _draw_one(figure, evaluations[0])
+            else:
+                name = chart_name(evaluations[0]["source"]["name"], 60)
+                _set_title(figure, f"{len(evaluations)} outputs of {name}")
+                _set_caption(figure, evaluations[0], "bars are 95 % intervals; ")
+                draw_comparison(figure.subplots(), evaluations)
+            figure.savefig(target, format="png", dpi=200, metadata=metadata)
+
     return target.getvalue()
+
+
+def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
+    kl = evaluation["kl"]
+    sizes = evaluation["sizes"]
+    perplexity = evaluation["perplexity"]
+
+    _set_title(figure, f"{chart_name(evaluation['output']['name'], 60)}: {chart_name(evaluation['verdict'])}")
+    _set_caption(figure, evaluation, f"compared with {chart_name(evaluation['source']['name'], 60)}\n")
+
+    left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
+    draw_distribution(left, evaluation["kl_histogram"])
+    right.set_axis_off()
+
+    interval = kl["interval"]
+    floor = evaluation["floor"]
+    share = per_cent(sizes["output"], sizes["source"])
+    certainty = "of one text, so without interval"
+    if interval:
+        certainty = f"95 % interval: {interval[0]:.3g} to {interval[1]:.3g}"
+
+    # Name, value, and what stands below them.
+    rows = [
+        ("size", gigabytes(sizes["output"]), f"{share} of the source's {gigabytes(sizes['source'])}"),
+        ("mean KL", f"{kl['mean']:.3g} nats", certainty),
+        ("floor", f"{floor['kl']:.3g} nats", "the source with bfloat16's noise"),
+        ("same top token", f"{100 * evaluation['top1']:.2f} %", f"floor: {100 * floor['top1']:.2f} %"),
+        ("perplexity", f"{perplexity['output']:.4g}", f"source: {perplexity['source']:.4g}"),
+    ]
+
+    if "tasks" in evaluation:
+        rows.append(("recovery in tasks", *_recovery_and_basis(evaluation["tasks"])))
+
+    for number, (name, value, below) in enumerate(rows):
+        height = 0.95 - 0.95 * number / (len(rows) - 0.4)
+        right.text(0.0, height, name, color=_FAINT)
+        right.text(1.0, height, value, ha="right", fontweight="bold")
+        right.text(1.0, height - 0.055, below, ha="right", color=_FAINT, fontsize=_SMALL)
+
+
+def _recovery_and_basis(tasks: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the recovery and what it is of; no figure in large letters if chance alone may give it."""
+    metric = tasks["mean"][0]
+    recovery = share_text(metric["recovery"])
+    low, high = metric["recovery_interval"] or (0.0, 0.0)
+    if low <= 1 <= high:
+        return "within chance", f"{recovery} of {tasks['pooled']['questions']:,} questions"
+    return recovery, "of the source's accuracy"
+
+
+def _set_caption(figure: Figure, evaluation: Mapping[str, Any], start: str) -> None:
+    """Write below a figure which texts the outputs were compared on."""
+    text = evaluation["text"]
+    origin = chart_name(texts_origin(text), _LONGEST_ORIGIN)
+    texts = f"{text['positions']:,} tokens of {text['documents']:,} texts{f' ({origin})' if origin else ''}"
+    figure.supxlabel(f"{start}measured on {texts}", fontsize=_SMALL, color=_FAINT)
+
+
+def _set_title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, fontsize=15, fontweight="bold")

@@ -1,6 +1,6 @@
 """The HTML report of an evaluation: one file that loads nothing from the network.
 
-The template escapes all text (names, prompts, answers) except the charts that are made here. A
+The template escapes all text (names, prompts, answers) except the charts and the marks that are made here. A
 Content-Security-Policy lets no script run but the page's own.
 
     page = render_page([evaluation])
@@ -10,7 +10,9 @@ Content-Security-Policy lets no script run but the page's own.
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -22,7 +24,7 @@ from ..version import __version__, install_hint
 from .cells import fill_template, gigabytes, per_cent, read_part, share_text, shorten, terminal, verdict_meaning
 
 if TYPE_CHECKING:
-    pass
+    from markupsafe import Markup
 
 
 # Most texts, and most characters of each.
@@ -81,6 +83,7 @@ def render_page(evaluations: Sequence[Mapping[str, Any]]) -> str:
         "points": lambda difference: f"{100 * difference:+.1f}",
         "share": share_text,
         "cut": lambda text: shorten(text, MOST_LETTERS),
+        "compared": _mark_differences,
         "verdict_meaning": verdict_meaning,
         "drawn": Markup,
     }
@@ -110,6 +113,26 @@ def _escape_invisible(value: Any) -> Any:
     if type(value) is not str:
         return value
     return terminal(value, kept="\n\t")
+
+
+def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
+    """Return the source's and the output's answer as HTML, with the words marked that only one of them has."""
+    from markupsafe import Markup
+
+    words = [
+        re.findall(r"\s+|[^\s]+", terminal(shorten(text[name], MOST_LETTERS), kept="\n\t"))
+        for name in ("source", "output")
+    ]
+    answers = (Markup(), Markup())
+    mark = Markup("<mark>{}</mark>")
+    same = Markup("{}")
+    for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
+        pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
+        answers = tuple(  # type: ignore[assignment]
+            before + (same if kind == "equal" or not piece else mark).format(piece)
+            for before, piece in zip(answers, pieces, strict=True)
+        )
+    return answers
 
 
 def write_evaluated(

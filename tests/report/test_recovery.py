@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
 from openquant.report.charts import draw_picture
 from openquant.report.html import render_page
 from support.evaluation_files import evaluation, several, with_tasks
@@ -41,6 +45,20 @@ def test_the_page_of_one_output_has_a_row_for_each_task() -> None:
     for name in ("task-0", "task-1", "task-2", "mean of 3 tasks"):
         assert f'<td class="name">{name}, acc_norm</td>' in text
     assert "of 150 questions 12 went from right to wrong or back" in text
+
+
+def test_the_picture_has_nothing_in_large_letters_that_chance_may_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: said.extend(text.get_text() for text in figure.findobj(Text))
+    )
+    worse, alike = (with_tasks(evaluation(), scores) for scores in SCORES[:2])
+    assert draw_picture([worse]) == b""
+    assert "87.1 %" in said and "of the source's accuracy" in said
+    said.clear()
+    draw_picture([alike])
+    assert "within chance" in said
+    assert [text for text in said if text.endswith(" of 150 questions")] == ["100.0 % of 150 questions"]
 
 
 def test_figures_that_make_no_sense_are_drawn_all_the_same() -> None:
