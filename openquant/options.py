@@ -18,7 +18,8 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -266,11 +267,14 @@ class OptionGroup:
     """
 
     def __post_init__(self) -> None:
+        annotations = _annotations(type(self))
         for name, option in options_of(type(self)).items():
             given = getattr(self, name)
             reads = _read_all if option.repeated else _read
             read = reads(name, option, given)
 
+            if not (option.repeated and isinstance(given, Mapping)):
+                _check_type(name, option, annotations[name], read)
             if option.choices and read is not None and read not in option.choices:
                 flag = flags_of(name, option)[-1]
                 hint = f"choose one, or leave {flag} out"
@@ -282,11 +286,54 @@ class OptionGroup:
 
 def _read_all(name: str, option: Option, given: Any) -> Any:
     """Read the values of a repeatable option, of which a caller may give one alone."""
-    if given is None or isinstance(given, Mapping):
-        return given
     if isinstance(given, (str, os.PathLike)):
-        given = [given]
-    return tuple(_read(name, option, item) for item in given)
+        return (_read(name, option, given),)
+    if isinstance(given, Sequence):
+        return tuple(_read(name, option, item) for item in given)
+    if given is None or (isinstance(given, Mapping) and option.read is pattern_and_scheme):
+        return _read(name, option, given)
+
+    raise UsageError(f"{name} is of type {type(given).__name__}, not a text or a list of texts", "give texts")
+
+
+# What a caller may give for the types of fields. Other names are those of texts, such as SchemeName.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "str": ("a text", (str,)),
+    "os.PathLike[str]": ("a path", (os.PathLike,)),
+    "int": ("a whole number", (Integral,)),
+    "float": ("a number", (Real,)),
+    "bool": ("True or False", (bool,)),
+    "None": ("None", (type(None),)),
+}
+
+
+def _annotations(kind: type) -> dict[str, str]:
+    return {entry.name: str(entry.type) for entry in fields(kind)}
+
+
+def _check_type(name: str, option: Option, annotation: str, value: object) -> None:
+    """Refuse a value whose type no field of this annotation, such as "int | None", takes.
+
+    Raises:
+        UsageError: it names the option.
+    """
+    if option.repeated:
+        names = ["str", "os.PathLike[str]"]
+        values = [item for item in value if not isinstance(item, tuple)] if isinstance(value, tuple) else []
+    else:
+        names, values = annotation.split(" | "), [value]
+
+    if option.group == "" or any("[" in kind and kind not in _TYPES for kind in names):
+        return
+
+    kinds = [_TYPES.get(kind, _TYPES["str"]) for kind in names]
+    for one in values:
+        # True is a number for Python.
+        is_wrong_bool = isinstance(one, bool) and "bool" not in names
+        if is_wrong_bool or not any(isinstance(one, types) for _, types in kinds):
+            wanted = " or ".join(dict.fromkeys(said for said, _ in kinds if said != "None"))
+            # Only a caller in Python can give a wrong type.
+            raise UsageError(f"{name} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")
 
 
 def _read(name: str, option: Option, value: object) -> object:
@@ -625,6 +672,8 @@ class Recipe(OptionGroup):
             for pattern, scheme in self.scheme_for:
                 schemes.setdefault(pattern, scheme)
             object.__setattr__(self, "scheme_for", schemes)
+        if not all(isinstance(text, str) for pair in (self.scheme_for or {}).items() for text in pair):
+            raise UsageError("scheme_for has what is no text", "give names of schemes by patterns")
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
         if self.scheme in _OF_UNCHANGED:
@@ -685,10 +734,19 @@ class Push:
     )
 
 
-def push_target(given: Push | str) -> Push:
-    """Return where to push to, of which a caller may give the name alone."""
+def push_target(given: object) -> Push:
+    """Return where to push to.
+
+    Args:
+        given: a Push, or the name of a repository.
+
+    Raises:
+        UsageError: it is neither.
+    """
     if isinstance(given, str):
         return Push(given)
+    if not isinstance(given, Push):
+        raise UsageError(f"push is of type {type(given).__name__}, not a name or a Push", 'give "org/name"')
     return given
 
 
@@ -1097,13 +1155,13 @@ def verb(
         positional: names of the options that may be given by position.
         without: names of options to leave out.
     """
-    entries = {entry.name: entry for kind in kinds for entry in fields(kind)}
-    names = [*positional, *(name for name in entries if name not in (*positional, *without))]
-    lists = {name for name, entry in entries.items() if entry.default == ()}
+    options = {name: (kind, option) for kind in kinds for name, option in options_of(kind).items()}
+    names = [*positional, *(name for name in options if name not in (*positional, *without))]
+    lists = {name for name, (_, option) in options.items() if option.default == ()}
 
     def complete(function: Callable[..., Output]) -> Callable[..., Output]:
         own = list(inspect.signature(function).parameters.values())[len(kinds) :]
-        parameters = [_parameter(entries[name], name in positional) for name in names]
+        parameters = [_parameter(name, *options[name], name in positional) for name in names]
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         signature = inspect.signature(function).replace(parameters=parameters)
 
@@ -1120,7 +1178,7 @@ def verb(
 
         # Python 3.13 removes the indentation of docstrings; cleandoc does it in all versions.
         text = inspect.cleandoc(function.__doc__ or "")
-        described = {name: entries[name].metadata["option"] for name in names if f"\n    {name}: " not in text}
+        described = {name: options[name][1] for name in names if f"\n    {name}: " not in text}
         call.__doc__ = text.replace("Args:\n", "Args:\n" + _describe(described), 1)
         vars(call)["__signature__"] = signature
         return call
@@ -1128,16 +1186,15 @@ def verb(
     return complete
 
 
-def _parameter(entry: Field[Any], is_positional: bool) -> inspect.Parameter:
+def _parameter(name: str, kind: type, option: Option, is_positional: bool) -> inspect.Parameter:
     """Return an option as a parameter, whose annotation has all types that a caller may give."""
-    option: Option = entry.metadata["option"]
-    annotation = _TAKEN.get(entry.name, str(entry.type))
+    annotation = _TAKEN.get(name, _annotations(kind)[name])
     if annotation.startswith("Sequence["):
         annotation = f"{annotation[len('Sequence[') : -1]} | {annotation}"
     if option.read in (size, tokens):
         annotation = annotation.replace("int", "int | str")
     return inspect.Parameter(
-        entry.name,
+        name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD if is_positional else inspect.Parameter.KEYWORD_ONLY,
         default=inspect.Parameter.empty if option.default is MISSING else option.default,
         annotation=annotation,

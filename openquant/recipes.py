@@ -14,8 +14,10 @@ A recipe that is read is not trusted.
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     with readable():
         data = read_small(file, str(file), MAX_RECIPE)
     content = parse_json(data, str(file))
+    # An object with a key twice is refused.
+    json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, file))
 
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
@@ -128,6 +132,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except UsageError as error:
         raise UsageError(f"{file}: {error.message}", _MEND) from None
     return options
+
+
+def _unique(pairs: Sequence[tuple[str, Any]], file: Path) -> dict[str, Any]:
+    """An object of a recipe, refused if a key is there twice: one of the values would count for nothing."""
+    counts = Counter(key for key, _ in pairs)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise UsageError(f"{file} has {short_repr(twice[0])} twice in one place", "leave one of them out")
+    return dict(pairs)
 
 
 def _allowed_options() -> dict[str, Option]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +122,25 @@ class Result:
 
     def __repr__(self) -> str:
         would = "would write" if self.dry_run else "wrote"
-        sizes = f"{_bytes(self.source_bytes)} -> {_bytes(self.output_bytes)}"
-        return f"<Result: {would} {self.output}, {self.scheme}, {sizes}>"
+        return f"<Result: {would} {self.output}, {self.scheme}, {self._sizes}>"
+
+    @property
+    def _sizes(self) -> str:
+        """Such as "8.39 MB -> 5.25 MB"."""
+        return f"{_bytes(self.source_bytes)} -> {_bytes(self.output_bytes)}"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {
+            "output": self.output + (" (dry run)" if self.dry_run else ""),
+            "scheme": self.scheme,
+            "weights": self._sizes,
+            "quantized": f"{self.quantized_tensors} weights",
+            "loaded by": ", ".join(self.engines),
+        }
+        rows |= {f"note {number}": note for number, note in enumerate(self.notes, 1)}
+        lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items()]
+        return f"<table>{''.join(lines)}</table>"
 
 
 def _bytes(count: int) -> str:

@@ -98,7 +98,9 @@ BROKEN: list[tuple[object, str]] = [
     ({"format": 2, "openquant": "9", "options": {}}, "{} holds no recipe"),
     ({"format": 1, "options": {"push": "org/name"}}, "{} has 'push', which is no option of compress that a recipe has"),
     ({"format": 1, "options": {"calibration": "/etc/passwd"}}, "{} has 'calibration', which is no option of compress"),
-    ({"format": 1, "options": {"scheme": ["tensor"]}}, "{}: --scheme: ['tensor'] is none of tensor, "),
+    ({"format": 1, "options": {"scheme": ["tensor"]}}, "{}: scheme is of type list, not a text"),
+    ({"format": 1, "options": {"ignore": [1]}}, "{}: ignore is of type int, not a text or a path"),
+    ({"format": 1, "options": {"scheme_for": {"a": 1}}}, "{}: scheme_for has what is no text"),
     ({"format": 1, "options": {"scheme_for": ["a"]}}, "{}: --scheme-for: a is not PATTERN=SCHEME"),
     ({"format": 1, "options": {"scheme": "int1"}}, "{}: --scheme: int1 is none of tensor, "),
     ({"format": 1, "options": {"tp": "many"}}, "{}: --tp: 'many' is not a number"),
@@ -120,3 +122,10 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path / "r.json", tmp_path):
         with pytest.raises(OpenQuantError, match=str(path)):
             read_recipe(path)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('{"format": 1, "options": {"scheme": "int4", "scheme": "tensor"}}')
+    with pytest.raises(UsageError, match="r.json has 'scheme' twice in one place$"):
+        read_recipe(path)
