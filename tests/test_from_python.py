@@ -79,14 +79,17 @@ def test_a_notebook_has_a_bar_for_each_pass(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_name_is_enough_to_push_to() -> None:
     assert Run(model="m", push="you/name").push == openquant.Push("you/name")
-    with pytest.raises(UsageError, match="^push is of type int, not a name or a Push$"):
+    with pytest.raises(UsageError, match="^push is of type int, not a name or a Push") as caught:
         openquant.compress(EXAMPLE, dry_run=True, push=3)
+    # Before Python 3.11 a traceback has the message only.
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ['hint: give "org/name"']
     with pytest.raises(openquant.OutputError, match="missing"):
         openquant.push("missing", "you/name")
 
 
 def test_a_value_of_a_wrong_type_is_refused() -> None:
-    with pytest.raises(UsageError, match="^ignore is of type int, not a text or a list of texts$"):
+    with pytest.raises(UsageError, match="^ignore is of type int, not a text or a list of texts"):
         openquant.compress(EXAMPLE, dry_run=True, ignore=3)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ignore": [3]}, "ignore is of type int, not a text or a path"),
@@ -94,10 +97,10 @@ def test_a_value_of_a_wrong_type_is_refused() -> None:
         ({"gptq": "yes"}, "gptq is of type str, not True or False"),
     ]
     for values, message in wrong:
-        with pytest.raises(UsageError, match=f"^{message}$"):
+        with pytest.raises(UsageError, match=f"^{message}"):
             openquant.compress(EXAMPLE, dry_run=True, **values)
     layer: Any = 3
-    with pytest.raises(UsageError, match="^layer is of type int, not a text$"):
+    with pytest.raises(UsageError, match="^layer is of type int, not a text"):
         openquant.explain(EXAMPLE, layer)
     with pytest.raises(TypeError, match=r"^explain\(\) got an unexpected keyword argument 'no_such'$"):
         openquant.explain(EXAMPLE, "**", no_such=1)

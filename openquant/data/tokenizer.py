@@ -6,7 +6,8 @@ settings that name other files.
     tokenizer = load_tokenizer(Path("Qwen3-8B"))
     tokenizer.decode(tokenizer.encode("Hello"))         # "Hello"
 
-Chat templates run as in transformers, in jinja's sandbox, which keeps them from files and from Python.
+Chat templates run as in transformers, in jinja's sandbox, which keeps them from files and from Python, and for so many
+seconds at most.
 
     tokenizer.render_chat([{"role": "user", "content": "Hi"}], "a test")     # "<|im_start|>user\nHi<|im_end|>\n..."
 """
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -42,6 +46,8 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _MAX_FILE = 256 << 20
+# Seconds that a chat may take: a template may have a loop that never ends.
+SECONDS = 30
 # Keys of config.json that AutoTokenizer chooses the class by.
 _CONFIG_KEYS = ("model_type", "tokenizer_class", "transformers_version")
 
@@ -113,7 +119,7 @@ class Tokenizer:
         }
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            with patch.dict(vars(chat_template_utils), datetime=_Today):
+            with _at_most(SECONDS), patch.dict(vars(chat_template_utils), datetime=_Today):
                 [text], _ = chat_template_utils.render_jinja_template(
                     [plain], chat_template=self.template, add_generation_prompt=not answered, **variables
                 )
@@ -276,3 +282,22 @@ class _Today(datetime):
     def now(cls, tz: Any = None) -> _Today:
         """Return the same day always."""
         return cls(2026, 1, 1, tzinfo=tz)
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Raise an error in the block after so many seconds; in the main thread, which alone hears of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it did not end within {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

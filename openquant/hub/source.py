@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import SourceError, UsageError
 from ..files import model_files
@@ -439,6 +439,7 @@ Result = TypeVar("Result")
 def with_retries(
     call: Callable[[], Result],
     waits: Sequence[float] = WAITS,
+    sleep: Callable[[float], None] = time.sleep,
     is_retryable: Callable[[BaseException], bool] = is_transient,
 ) -> Result:
     """Call a function, and again after each wait while it fails with a retryable error.
@@ -446,6 +447,7 @@ def with_retries(
     Args:
         call: the function.
         waits: seconds to wait before each retry.
+        sleep: the function that waits.
         is_retryable: returns whether an exception is worth a retry.
 
     Returns:
@@ -460,7 +462,7 @@ def with_retries(
         except Exception as error:
             if not is_retryable(error):
                 raise
-            time.sleep(wait)
+            sleep(wait)
     return call()
 
 
@@ -698,9 +700,18 @@ class ShardSupply:
                 with output_errors(path, "removed"):
                     path.unlink()
 
+    def _is_stopped(self) -> bool:
+        return self._closed or bool(self._failure)
+
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep between two tries of a download, until the supply is closed."""
+        with self._changed:
+            if self._changed.wait_for(self._is_stopped, seconds):
+                raise _SupplyClosed
 
     def _download_all(self) -> None:
         """Download one shard after the other, until all are there; the work of a thread."""
@@ -715,7 +726,7 @@ class ShardSupply:
     def _next_download(self) -> str | None:
         """Wait until the next shard may be downloaded, and return its name; None if there is none."""
         with self._changed:
-            while self._queue and not self._closed and not self._failure:
+            while self._queue and not self._is_stopped():
                 name = self._queue[0]
                 ahead = len(self._begun - self._requested)
                 if self.scratch is None or name in self._requested or ahead < AHEAD:
@@ -726,7 +737,7 @@ class ShardSupply:
 
     def _download(self, name: str) -> Path:
         """Download a shard, and compare it with the SHA-256 that the Hub states of large files."""
-        path = with_retries(lambda: self._download_once(name))
+        path = with_retries(lambda: self._download_once(name), sleep=self._sleep)
         expected = self.source.remote[name].digest
         with output_errors(path, "read"):
             if len(expected) == 64 and model_files.file_sha256(path, name) != expected:
@@ -747,7 +758,9 @@ class ShardSupply:
         assert repo is not None
         with source_errors(repo, revision):
             try:
-                path = hf_hub_download(repo, name, revision=revision, local_dir=self.scratch)
+                path = hf_hub_download(
+                    repo, name, revision=revision, local_dir=self.scratch, tqdm_class=self._progress_class()
+                )
             except OSError as error:
                 # The client's own errors are OSErrors too, without a number.
                 if self.scratch is None or error.errno is None:
@@ -755,6 +768,28 @@ class ShardSupply:
                 with output_errors(self.scratch / name):
                     raise
         return Path(path)
+
+    def _progress_class(self) -> type[Any]:
+        """A progress bar class that shows nothing, and ends a download once the supply is closed."""
+        from tqdm import tqdm
+
+        supply = self
+
+        class Watch(tqdm):  # type: ignore[type-arg]
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                options.pop("name", None)
+                super().__init__(*arguments, **{**options, "disable": True})
+
+            def update(self, n: float | None = 1) -> bool | None:
+                if supply._is_stopped():
+                    raise _SupplyClosed
+                return super().update(n)
+
+        return Watch
+
+
+class _SupplyClosed(Exception):
+    """Raised in a download thread once the supply is closed."""
 
 
 @contextmanager

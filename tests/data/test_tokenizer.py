@@ -117,6 +117,13 @@ def test_templates_render_as_in_transformers_on_the_same_day_always() -> None:
     assert dated.render_chat(chat, "a") == "01 Jan 2026"
 
 
+def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openquant.data.tokenizer.SECONDS", 1)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(SourceError, match="fails for a: .*it did not end within 1 seconds"):
+        replace(load_tokenizer(EXAMPLE), template=loop).render_chat(CHAT, "a")
+
+
 @pytest.mark.parametrize(
     "template, problem",
     [
