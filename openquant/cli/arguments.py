@@ -320,11 +320,11 @@ _VERBS = (
         "fit",
         "Show which schemes fit a GPU, and how much context they leave.",
         "MODEL [--gpu NAME] [options]",
-        ("search", options.Search, "quiet", "json", "progress"),
+        ("search", options.Search, "quiet", "json", "progress", "report"),
         examples=(
             "Qwen/Qwen3-32B --gpu 4090 --context 32k",
             "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
-            "Qwen3-32B --gpu 4090 --search",
+            "Qwen3-32B --gpu 4090 --search --report page.html",
         ),
         positional=("model",),
     ),

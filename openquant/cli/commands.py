@@ -314,6 +314,8 @@ def _fit(call: Call) -> int:
         if name in call.given and name not in options.options_of(options.CompareSchemes):
             flag = options.flags_of(name, option)[-1]
             raise UsageError(f"{flag} is for --search", "give --search too, or leave it out")
+    if call.command.report is not None:
+        raise UsageError("--report is for --search", "give --search too, or leave it out")
 
     from ..fit.table import fit_table
     from ..report.fit import fit_text
@@ -322,15 +324,28 @@ def _fit(call: Call) -> int:
 
 
 def _search(call: Call) -> int:
+    from ..files.destination import Destination, taken_by
     from ..fit.run import search_mixtures
+    from ..hub.source import model_folder
     from ..report.fit import frontier_text
+    from ..report.html import PAGE, render_frontier, require_tools
 
     command = call.command
+    page = None
+    if command.report is not None:
+        require_tools("--report")
+        taken = taken_by([model_folder(call.given["model"])], options.files_read(call.given))
+        page = Destination(Path(command.report), "--report", PAGE, taken)
+        page.require()
+
     with closing(console.Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(options.Search), reporter=reporter)
     console.require_printed(reporter.failure)
+    if page is not None:
+        page.write(render_frontier(found).encode())
     if command.json or not command.quiet:
         call.show(found, frontier_text)
+    call.say_written(page)
     return 0
 
 

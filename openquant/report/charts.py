@@ -280,6 +280,23 @@ def comparison(evaluations: Sequence[Mapping[str, Any]]) -> str:
     return draw_svg(lambda axes: draw_comparison(axes, evaluations), (_WIDE, _comparison_height(evaluations)), -1)
 
 
+def points_as_outputs(frontier: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what `comparison` needs to draw points of a search, whose noise floor is not known.
+
+    Args:
+        frontier: what `fit --search --json` prints.
+    """
+    return [
+        {
+            "output": {"name": point["name"]},
+            "sizes": {"output": point["bytes"], "source": frontier["source_bytes"]},
+            "kl": {"mean": point["kl"], "interval": point["interval"]},
+            "floor": {"kl": 0.0},
+        }
+        for point in frontier["points"]
+    ]
+
+
 def _comparison_height(evaluations: Sequence[Mapping[str, Any]]) -> float:
     """The height in inches of a picture of size against KL, with a line of the legend for each output."""
     return 4.0 + 0.17 * len(evaluations)

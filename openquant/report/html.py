@@ -1,4 +1,4 @@
-"""The HTML report of an evaluation: one file that loads nothing from the network.
+"""The HTML report of an evaluation, or of a search: one file that loads nothing from the network.
 
 The template escapes all text (names, prompts, answers) except the charts and the marks that are made here. A
 Content-Security-Policy lets no script run but the page's own.
@@ -14,6 +14,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import UsageError
@@ -25,6 +26,8 @@ from .cells import fill_template, gigabytes, per_cent, read_part, share_text, sh
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+    from ..fit.table import SearchResult
 
 
 # Most texts, and most characters of each.
@@ -70,6 +73,33 @@ def render_page(evaluations: Sequence[Mapping[str, Any]]) -> str:
     Returns:
         The page as one file, without a reference to the network.
     """
+    from . import charts
+
+    evaluations = charts.by_kl(evaluations)
+    first = evaluations[0]
+    source = first["source"]["name"]
+    title = first["output"]["name"] if len(evaluations) == 1 else f"{len(evaluations)} outputs of {source}"
+    text = first["text"]
+    about = f"compared with {source}, on {text['positions']:,} positions of {text['documents']:,} texts"
+    return _render(title, about, evaluations, None)
+
+
+def render_frontier(found: SearchResult) -> str:
+    """Render the page of `fit --search`, size against KL of its mixtures, as `render_page` does.
+
+    Args:
+        found: the result of search_mixtures().
+
+    Returns:
+        The page as one file, without a reference to the network.
+    """
+    about = f"{found.architecture}, weights rounded to nearest, on {found.texts}"
+    return _render(Path(found.model).name or found.model, about, (), found.to_json())
+
+
+def _render(
+    title: str, about: str, evaluations: Sequence[Mapping[str, Any]], frontier: Mapping[str, Any] | None
+) -> str:
     from markupsafe import Markup
 
     from . import charts
@@ -87,16 +117,12 @@ def render_page(evaluations: Sequence[Mapping[str, Any]]) -> str:
         "verdict_meaning": verdict_meaning,
         "drawn": Markup,
     }
-    evaluations = charts.by_kl(evaluations)
-    first = evaluations[0]
-    source = first["source"]["name"]
-    title = first["output"]["name"] if len(evaluations) == 1 else f"{len(evaluations)} outputs of {source}"
-    text = first["text"]
     script = read_part("page.js")
     values = {
         "title": title,
-        "about": f"compared with {source}, on {text['positions']:,} positions of {text['documents']:,} texts",
+        "about": about,
         "evaluations": evaluations,
+        "frontier": frontier,
         "charts": charts,
         "identity": evaluation_digest,
         "most_texts": MOST_TEXTS,

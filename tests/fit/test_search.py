@@ -1,10 +1,11 @@
-"""openquant fit --search: mixtures of all sizes measured, in a table and as JSON."""
+"""openquant fit --search: mixtures of all sizes measured, in a table, as JSON and on a page."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -26,11 +27,11 @@ from openquant.report.fit import frontier_text
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in which a search of the example has run: found.json and the scores."""
+    """A directory in which a search of the example has run: found.json, page.html and the scores."""
     root = tmp_path_factory.mktemp("searched")
     # 2 GB are the engine's, 8 % are left free; of 2.1784 GB four megabytes are for weights.
     words = ["--search", "--candidates", "nvfp4,int8-weights", "--for", "vllm", "--gpu", "2.1784GB", "--context", "1"]
-    words += ["--json"]
+    words += ["--report", "page.html", "--json"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         # Fewer texts than usual.
         patch.setattr(session, "COMPARED", (6, 128))
@@ -41,7 +42,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_single_schemes_and_mixtures_of_half_bits_are_measured(searched: Path) -> None:
-    assert sorted(path.name for path in searched.iterdir()) == ["found.json", "tiny-qwen3.scores.json"]
+    assert sorted(path.name for path in searched.iterdir()) == ["found.json", "page.html", "tiny-qwen3.scores.json"]
     found = json.loads((searched / "found.json").read_text())
     points = found["points"]
     assert [point["name"] for point in points] == [
@@ -77,6 +78,14 @@ def test_the_command_of_a_point_makes_it(searched: Path, capsys: pytest.CaptureF
     assert stored == point["bytes"]
 
 
+def test_the_page_shows_the_frontier(searched: Path) -> None:
+    page = (searched / "page.html").read_text()
+    assert "Size and distance from the source" in page
+    assert re.search(r"\d: 5.5bits", page)
+    assert page.count(">5.5bits<") == 1
+    assert "predicted KL" in page and re.search(r"nvfp4 \d+\.\d %, ?int8-weights|int8-weights \d+\.\d %, nvfp4", page)
+
+
 def test_the_table_says_what_fits_a_gpu(searched: Path) -> None:
     found = json.loads((searched / "found.json").read_text())
     points = tuple(Point(**point) for point in found["points"])
@@ -106,6 +115,7 @@ def test_options_that_do_not_go_together_are_refused(
     for words, message in [
         (("--candidates", "int4"), "--candidates is for --search"),
         (("--text", "x.txt"), "--text is for --search"),
+        (("--report", "page.html"), "--report is for --search"),
         (("--search", "--candidates", "int4,int4"), "--candidates names a scheme twice"),
         (("--search", "--candidates", "int5", "--for", "sglang"), "SGLang does not load int5 of this model: "),
         (("--search", "--text", "missing.txt"), "missing.txt"),
