@@ -658,8 +658,9 @@ def _best(
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
+    # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
     raw = np.zeros((width, together), bits.dtype)
-    turned = np.zeros((width, together), f32)
+    turned = np.zeros((-(-width // 4) * 4, together), f32)
     one = np.ones(together, f32)
     scale = np.ones(together, f32)
     chosen = np.zeros(together, u32)
@@ -667,7 +668,8 @@ def _best(
     unit = np.ones(together, f32)
     error = np.empty(together, f32)
     smallest = np.empty(together, f32)
-    weighed = np.ones((width, together), f32)
+    weighs = by_size or importance.size > 0
+    weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
 
     for first in range(0, groups, together):
         count = min(together, groups - first)
@@ -675,7 +677,7 @@ def _best(
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         _load_columns(bits[first : first + count], half, below, one, raw, turned)
-        if by_size or importance.size:
+        if weighs:
             _weigh_errors(importance, turned, first, count, weighed)
 
         for ratio in range(scales.shape[0]):
@@ -685,12 +687,23 @@ def _best(
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
 
-            for k in range(width):
+            for k in range(turned.shape[0] if weighs else 0):
                 line = turned[k]
                 counts = weighed[k]
                 for j in range(together):
                     off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
                     error[j] = f32(error[j] + f32(off * counts[j]))
+            for k in range(0, 0 if weighs else turned.shape[0], 4):
+                line = turned[k]
+                second = turned[k + 1]
+                third = turned[k + 2]
+                fourth = turned[k + 3]
+                for j in range(together):
+                    by = unit[j]
+                    total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
+                    total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
+                    total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
+                    error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
 
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])
