@@ -8,6 +8,7 @@ bounded in size, and comes from a regular file.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -398,6 +399,10 @@ def parse_json(data: bytes, what: str) -> Any:
     Raises:
         SourceError: it is not JSON.
     """
+    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SourceError(
+            f"{what} begins with a byte-order mark, which engines do not read", "save it again as UTF-8 without a mark"
+        )
     try:
         return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
