@@ -95,7 +95,9 @@ def test_query_heads_share_the_scale_of_their_value_head() -> None:
 
 
 @pytest.mark.parametrize("most", [100, 5000])
-def test_sampled_rows_are_evenly_spaced(most: int) -> None:
+def test_sampled_rows_are_evenly_spaced(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    # They are read in several pieces.
+    monkeypatch.setattr("openquant.weights.reading.BUFFER", 40_000)
     plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
     reader = Reader(plan.decoded.where, EXAMPLE.joinpath)
     weight = plan.layers["model.layers.1.mlp.up_proj"]
