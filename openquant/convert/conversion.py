@@ -415,7 +415,7 @@ class _Worker:
         self.findings = conversion.findings
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory)
+        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
         self.buffers = [_OutputBuffer(writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, write: Write, file: ShardFile) -> None:

@@ -261,7 +261,7 @@ def test_options_that_exclude_each_other_are_refused(
         (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated"),
         ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated"),
         (static | of | {"scheme": "block"}, UsageError, "--scheme block has no static activations"),
-        (of | {"scheme": "int4", "gptq": True}, UsageError, "nothing uses --calibration$"),
+        (of | {"scheme": "int4", "gptq": True}, UsageError, "nothing uses --calibration"),
     ]
     for options, kind, message in rows:
         with subtests.test(message):

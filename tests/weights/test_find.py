@@ -448,7 +448,7 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
     small_checkpoints.write(source, weights=stored, shards=2)
     named = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     change_json(source / "config.json", lambda found: found.update(named))
-    result = dequantize(source, tmp_path / "out", max_memory="1GB")
+    result = dequantize(source, tmp_path / "out", max_memory="16GB")
     found = small_checkpoints.read(tmp_path / "out")
     assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in plain.items()}
     stacks = [name for name in plain if plain[name].ndim == 3]
