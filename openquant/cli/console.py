@@ -338,9 +338,13 @@ class Terminal(Reporter):
         """Print notes that the plan did not have, and the summary."""
         self.close()
         notes = self._new_notes(result.notes)
-        if not self.quiet and self.plan is not None:
-            from ..report.text import summary_text
+        if self.plan is None:
+            return
+        from ..report.text import closing_notes, summary_text
 
+        if self.silent and self.first and (lines := closing_notes(self.plan, result)):
+            say_lines(lines, sys.stderr)
+        if not self.quiet:
             width = columns()
             text = summary_text(self.plan, result, already_complete, width)
             self._print("\n".join(["", *map(terminal, paragraphs(notes, width)), text]))

@@ -120,6 +120,11 @@ def worth_compiling(plan: Plan) -> bool:
     return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
+# Published weights of Linear layers reach hundreds. One that float16 cannot hold is damage, also where it shares its
+# scale with a row or a block only.
+IMPLAUSIBLE = 65504
+
+
 @dataclass(frozen=True)
 class WeightFindings:
     """What a conversion found in the weights that it read.
@@ -652,6 +657,7 @@ class _Worker:
 
         # Where there is a shared one, _shared_absmax has looked.
         is_zero = shared_absmax is None
+        largest = 0.0
         lost = LostWeights(fmt, weight.shape[0])
 
         if shared_absmax is not None and piece.tied_target is not None:
@@ -670,6 +676,7 @@ class _Worker:
                 absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
                 require_in_range(weight, absmax, scheme, self.reader.where)
             is_zero = is_zero and not absmax.any()
+            largest = max(largest, float(absmax.max()))
 
             # Scales are chosen on the CPU whatever the device, so that all devices choose the same.
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
@@ -694,7 +701,7 @@ class _Worker:
 
         if is_zero:
             self.findings.zero_layers.add(weight.module)
-        elif lost.unusual:
+        elif lost.unusual or largest > IMPLAUSIBLE:
             self.findings.lost_layers.add(weight.module)
 
 

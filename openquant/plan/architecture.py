@@ -486,7 +486,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
         return PassthroughTensor(info, rule.name_template, rule.keep, stored)
 
     if info.dtype not in SOURCE_DTYPES:
-        return f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
+        return f"is {info.dtype}, {_UNREAD}"
 
     if rule.compress and (axes != 2 or info.name == module):
         return f"is not a 2-D weight but {list(info.shape)}"
@@ -537,6 +537,10 @@ def _refuse_unmerged(names: Iterable[str]) -> None:
         )
 
 
+# Of weights in a dtype that is not read.
+_UNREAD = f"not one of {', '.join(SOURCE_DTYPES)}"
+
+
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
     problems = []
     hint = "save the model again with these weights as other checkpoints of this architecture have them"
@@ -553,6 +557,8 @@ def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
             )
         problems.append(text)
 
+    if all(problem.endswith(_UNREAD) for problem in shape_errors.values()):
+        hint = "save the model again in bfloat16"
     raise PlanError("; ".join(problems), hint)
 
 

@@ -259,14 +259,27 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
         ]
     if result.pushed_to is not None:
         said.append(f"pushed to {result.pushed_to}")
-    said += not_finite_notes(result.not_finite, result.unread_shards)
-    # Said again, because a table may stand between: what is served is not the whole model.
-    said += [f"note: {terminal(note)}" for note in plan.warnings]
-    if not {*TOKENIZER_FILES}.difference(SETTINGS).intersection(plan.files):
-        said.append("note: the source has no tokenizer, which engines need: copy its files into the output")
+    # Warnings are said again, because a table may stand between: what is served is not the whole model.
+    said += [*(f"note: {terminal(note)}" for note in plan.warnings), *closing_notes(plan, result)]
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
+
+
+def closing_notes(plan: Plan, result: Result) -> list[str]:
+    """Write notes on what is wrong with a source, and known only once it was read, also of a run that says little else.
+
+    Args:
+        plan: the plan of the run.
+        result: what the run did.
+
+    Returns:
+        Lines that begin with "note: "; none if there is nothing to say.
+    """
+    notes = not_finite_notes(result.not_finite, result.unread_shards)
+    if not {*TOKENIZER_FILES}.difference(SETTINGS).intersection(plan.files):
+        notes.append("note: the source has no tokenizer, which engines need: copy its files into the output")
+    return notes
 
 
 # Most tensors that a note names.

@@ -324,7 +324,7 @@ class Report:
     @property
     def hints(self) -> list[str]:
         """What to do about the problems: one sentence for each kind that there is."""
-        compared = any(" differs from the source's, first in byte" in problem for problem in self.problems)
+        compared = any("the source" in problem for problem in self.problems)
         if compared and not self.equal_tensors:
             return [
                 f"no tensor equals one of {self.source}: give --source the model that {self.directory} was made from"

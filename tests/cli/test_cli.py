@@ -159,16 +159,16 @@ def test_of_a_second_plan_new_notes_are_printed(capsys: pytest.CaptureFixture[st
 
 
 def test_how_much_is_said(run: Run, source: Path, tmp_path: Path) -> None:
-    quiet = run("-m", source, "-q", "-o", "quiet")
+    quiet = run("-m", EXAMPLE, "-q", "-o", "quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    tokenizer = "note: the source has no tokenizer, which engines need: copy its files into the output\n"
     damaged = small_checkpoints.changed_copy(
         source, tmp_path / "damaged", lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")
     )
     quiet = run("-m", damaged, "-q", "-o", "lossy", "--scheme", "int8-weights")
-    assert (quiet.stdout, quiet.stderr) == ("", "note: the source lacks model.layers.1.mlp.up_proj\n")
+    assert (quiet.stdout, quiet.stderr) == ("", f"note: the source lacks model.layers.1.mlp.up_proj\n{tokenizer}")
     # Before the commands that serve it, once more.
     said = run("-m", damaged, "-o", "said", "--scheme", "int8-weights").stdout
-    tokenizer = "note: the source has no tokenizer, which engines need: copy its files into the output\n"
     assert f"\nnote: the source lacks model.layers.1.mlp.up_proj\n{tokenizer}\n  vllm serve said\n" in said
     assert "tokenizer" not in run("-m", EXAMPLE, "-o", "whole").stdout
     verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")

@@ -133,6 +133,18 @@ def test_layers_that_lose_their_weights_are_named(tmp_path: Path) -> None:
         )
 
 
+def test_a_layer_with_a_weight_of_damage_is_named_in_any_scheme(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+
+    def damage(held: dict[str, torch.Tensor]) -> None:
+        held[f"{OUTLIER}.weight"][3, 4] = 1e30
+
+    small_checkpoints.change_weights(source, damage)
+    for scheme in ("channel", "block", "int4", "nvfp4"):
+        result = compress(source, tmp_path / scheme, scheme)
+        assert f"{LOST}{OUTLIER}{HINT}" in result.notes, scheme
+
+
 def test_a_run_that_is_continued_names_all_that_lost_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

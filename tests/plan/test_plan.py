@@ -145,6 +145,8 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         "it is no part of Qwen3ForCausalLM: the checkpoint is damaged, merged wrongly or of another class (if it "
         "belongs there, leave it as it is with --ignore)",
     )
+    other = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(256, 256, dtype=torch.float64)}
+    assert told(plain | other)[1] == "save the model again in bfloat16"
     # Without number they make a short message.
     message, _ = told({f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)})
     assert message.startswith("what.aa.weight, what.ab.weight, ")

@@ -700,6 +700,10 @@ def test_of_another_source_a_screen_is_printed(
         f"and {len(found.problems) - 3} more problems: --json has them all",
         f"hint: no tensor equals one of {other}: give --source the model that {out} was made from",
     ]
+    narrow = small_checkpoints.write(tmp_path / "narrow", "LlamaForCausalLM", seed=1)
+    assert verify(out, narrow).hints == [
+        f"no tensor equals one of {narrow}: give --source the model that {out} was made from"
+    ]
     # A finetune of the same model shares some.
     change_weights(source, lambda weights: weights[f"{Q}.weight"].mul_(2))
     assert verify(out, source, full=True).hints[-1] == f"if {out} was made from another model than {source}, name that"
