@@ -553,14 +553,21 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     Raises:
         OpenQuantError: push() would refuse it.
     """
+    from huggingface_hub import get_token
+
     path = Path(directory)
     # A file can only be an evaluation.
     if path.is_file():
         return _preview_evaluation(path, target)
 
     publisher, others = _publisher(path, target)
-    with silent():
-        names = publisher.prepare(_published_card(path), creates=False)
+    notes = push_notes(path)
+    names = None
+    if get_token() is None:
+        notes.append("no token was found (hf auth login), so what the repository holds is not known")
+    else:
+        with silent():
+            names = publisher.prepare(_published_card(path), creates=False)
 
     with output_errors(path, "read"):
         reads = tuple(
@@ -578,7 +585,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         reads=reads,
         does=tuple(does),
         writes=(Place(publisher.repo, _repository_text(names, publisher)),),
-        notes=tuple(push_notes(path)),
+        notes=tuple(notes),
     )
 
 

@@ -177,8 +177,10 @@ class Publisher:
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+        from huggingface_hub.utils import validate_repo_id
 
         with push_errors(self.repo):
+            validate_repo_id(self.repo)
             user = user_name(self.repo)
             if "/" not in self.repo:
                 self.repo = f"{user}/{self.repo}"

@@ -264,7 +264,8 @@ def status_html(run: PageRun) -> str:
 
     # What a command leaves to the next one is known when it is done.
     parts.append("<p>The same on a command line:</p>")
-    parts += [command_html(shown(words).replace("'{output}'", "OUTPUT")) for words in run.steps]
+    output = _written(run.results[0]) if run.results else "OUTPUT"
+    parts += [command_html(shown([output if word == OUTPUT else word for word in words])) for words in run.steps]
     return "".join([*parts, "</section>"])
 
 

@@ -104,6 +104,9 @@ def test_what_is_not_quantized_must_be_the_same() -> None:
     wide = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert compare_weights("norm", wide, wide.bfloat16().float(), None).bad_groups == 0
     assert compare_weights("norm", weight * 0, weight, None).error == 1
+    weight[3, 4] = torch.nan
+    assert compare_weights("norm", weight, weight.clone(), None) == WeightChange("norm", False, 0, 0, 0)
+    assert compare_weights("norm", weight, weights(), None).error == 1
 
 
 def test_nothing_left_of_a_weight_is_all_of_it() -> None:

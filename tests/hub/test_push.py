@@ -647,6 +647,15 @@ def test_private_is_refused_for_a_public_repository(site: Site) -> None:
     assert site.held("user/seen") == {}
 
 
+def test_without_a_token_a_dry_run_lists_what_would_be_uploaded(site: Site) -> None:
+    site.works("compress", "-m", site.source, "-o", site.out)
+    said = site.works("push", site.out, "user/name", "--dry-run", "--json", HF_TOKEN="").stdout
+    previewed = json.loads(said)
+    assert previewed["notes"][-1] == "no token was found (hf auth login), so what the repository holds is not known"
+    assert {Path(read["path"]).name for read in previewed["reads"]} > {"config.json", FIRST}
+    assert site.refused("push", site.out, "no name!")[0].startswith("error: no name! is no repository id")
+
+
 def test_what_is_made_from_a_private_model_is_private(site: Site) -> None:
     site.hub.create("user/hidden", private=True)
     site.publish(site.source, "user/hidden")
