@@ -352,9 +352,7 @@ def _connect_form(page: Page, parts: PageLayout, blocks: gr.Blocks) -> None:
     )
     parts.where.change(lambda where: gr.update(visible=where == THERE), [parts.where], [parts.repository], **HIDDEN)
 
-    matched = parts.matches.select(
-        lambda name: (name, gr.update(visible=False)), [parts.matches], [parts.model, parts.matches], **HIDDEN
-    )
+    matched = parts.matches.select(lambda name: name, [parts.matches], [parts.model], **HIDDEN)
     chosen = parts.sections.select(choose_row, None, [parts.kind, parts.scheme], **HIDDEN)
     asked = [parts.model.submit, parts.gpu.submit, parts.context.submit, parts.plan.click]
     planned = [parts.problem, parts.planned, parts.sections]

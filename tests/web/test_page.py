@@ -162,6 +162,8 @@ class Visitor:
         self.page.locator("#matches").get_by_text(model, exact=True).click()
         self.page.wait_for_selector("#plan-sections table")
         self.page.wait_for_selector("#plan:enabled")
+        # Another one can be chosen.
+        assert self.page.locator("#matches").is_visible()
         return self.text("plan-sections")
 
     def plan(self, model: str, section: str = "plan-sections", found: str = "table") -> str:
