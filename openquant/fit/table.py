@@ -335,6 +335,11 @@ class _Table:
             return None
 
         first = kernels.get((*self.wanted, *engines)[0], {})
+        present = list(first.values())
+        if self.hardware is None:
+            # A GPU that is named by its memory is taken for one of NVIDIA's.
+            present = [find_kernel("vLLM", name, "Ampere", experts) for name, experts in kinds]
+
         measured = least_loss(scheme, calibrate=_can_calibrate(plan))
 
         quantized = [line for line in plan.lines if line.quantized]
@@ -347,7 +352,7 @@ class _Table:
             engines=engines,
             arithmetic=_arithmetic(first, experts=False),
             expert_arithmetic=_arithmetic(first, experts=True),
-            needs=tuple(dict.fromkeys(kernel.needs for kernel in first.values() if kernel and kernel.needs)),
+            needs=tuple(dict.fromkeys(kernel.needs for kernel in present if kernel and kernel.needs)),
             kl=measured_kl(scheme),
             least=measured and measured.kl,
             calibrated=measured.options if measured and measured.readings else None,

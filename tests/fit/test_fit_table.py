@@ -205,6 +205,12 @@ def test_schemes_that_broke_the_model_are_named(capsys: pytest.CaptureFixture[st
     assert legend in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_a_scheme_needs_is_said_of_a_gpu_without_a_name_too(model: Path) -> None:
+    needs = {gpu: {row.scheme: row.needs for row in table(model, gpu).schemes} for gpu in ("4090", "24GB")}
+    assert needs["4090"]["int6"] == needs["24GB"]["int6"] == ("humming-kernels",)
+    assert needs["24GB"]["tensor"] == ()
+
+
 def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
     found = table(model, "5090", context="16k")
     # int5 is larger, and lost more than nvfp4 with its calibration.
