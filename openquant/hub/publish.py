@@ -87,6 +87,8 @@ class Publisher:
     def __init__(
         self, push: Push, directory: Path, digest: str, shards: Iterable[str], revision: str | None = None
     ) -> None:
+        from huggingface_hub.utils import validate_repo_id
+
         self.push = push
         self.private = push.private
         self.revision = revision
@@ -95,6 +97,8 @@ class Publisher:
         self.digest = digest
         self.shards = list(shards)
         self.repo = push.name
+        with push_errors(self.repo):
+            validate_repo_id(self.repo)
         self.records = directory / WORK / PUSHED
 
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -177,10 +181,8 @@ class Publisher:
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-        from huggingface_hub.utils import validate_repo_id
 
         with push_errors(self.repo):
-            validate_repo_id(self.repo)
             user = user_name(self.repo)
             if "/" not in self.repo:
                 self.repo = f"{user}/{self.repo}"

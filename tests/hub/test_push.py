@@ -653,7 +653,9 @@ def test_without_a_token_a_dry_run_lists_what_would_be_uploaded(site: Site) -> N
     previewed = json.loads(said)
     assert previewed["notes"][-1] == "no token was found (hf auth login), so what the repository holds is not known"
     assert {Path(read["path"]).name for read in previewed["reads"]} > {"config.json", FIRST}
-    assert site.refused("push", site.out, "no name!")[0].startswith("error: no name! is no repository id")
+    for name in ("no name!", "me/x/y"):
+        said = site.refused("push", site.out, name, "--dry-run", HF_TOKEN="")
+        assert said[0].startswith(f"error: {name} is no repository id")
 
 
 def test_what_is_made_from_a_private_model_is_private(site: Site) -> None:
