@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ..errors import PlanError, UsageError
 from ..files.model_files import short_repr
@@ -20,9 +20,6 @@ from ..plan.architecture import text_config
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights
 from ..registry.architecture import MTP_LAYER
-
-if TYPE_CHECKING:
-    pass
 
 # Options of a recipe that --fit decides.
 CHOSEN = (

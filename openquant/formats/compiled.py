@@ -273,7 +273,9 @@ class Descent(NamedTuple):
 
 
 def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
-    """Move each code in columns low to high to the least loss, the others held, and add its change to later columns.
+    """Give each code in columns low to high the value of the least loss, while all other codes are held.
+
+    What that changes is added to later columns.
 
     Args:
         weight: the columns, in which changes of all columns before `low` are weighed.

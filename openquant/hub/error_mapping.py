@@ -141,7 +141,7 @@ def error_reason(error: BaseException) -> str:
 
 @contextmanager
 def _raised_as(explain: Callable[[Exception], OpenQuantError | None]) -> Iterator[None]:
-    """Raise exceptions of huggingface_hub in the `with` block as what explains them; others keep their traceback."""
+    """In the `with` block, raise what `explain` makes of an exception; where that is None, the exception itself."""
     try:
         yield
     except OpenQuantError:

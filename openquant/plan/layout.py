@@ -209,7 +209,7 @@ def output_tensors(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, .
 
 
 def written_bytes(weight: Weight, scheme: Scheme | None) -> int:
-    """Return the size of the tensors written for a weight in bytes."""
+    """Return how many bytes the tensors take that are written for a weight."""
     if scheme is None:
         return weight.nbytes
     return _format_bytes(stored_as(weight, scheme), weight.shape)

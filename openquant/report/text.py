@@ -267,7 +267,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
 
 
 def closing_notes(plan: Plan, result: Result) -> list[str]:
-    """Write notes on what is wrong with a source, and known only once it was read, also of a run that says little else.
+    """Write notes on faults of a source that are known only once it was read. A run with -q prints them too.
 
     Args:
         plan: the plan of the run.
