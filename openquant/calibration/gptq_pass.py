@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.corpus import Corpus
+from ..distributed import Ranks
 from ..errors import SourceError
 from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace
 from ..formats import kernels
@@ -67,6 +68,7 @@ def round_layers(
     loops: kernels.Loops,
     *,
     max_hessian_bytes: int,
+    ranks: Ranks | None = None,
     sensitivities: Sensitivities | None = None,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
@@ -82,6 +84,7 @@ def round_layers(
         loops: the module that chooses scales and rounds: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; a layer whose Hessians take
             more has its inputs in a file beside the store, and one part of them in memory at a time.
+        ranks: the processes that share the layers, every `size`-th each; None for this one alone.
         sensitivities: how much tokens count in the Hessians of Linears, by group (`hessian_groups`), and outputs in the
             errors; None if all count alike, as they do in experts.
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
@@ -90,8 +93,8 @@ def round_layers(
         pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Returns:
-        Path of a file and byte offset in it of each rounded tensor (codes, scales, global scales, zero points), by the
-        tensor's full name in the output. Those of an earlier run are among them.
+        Path of a file and byte offset in it of each tensor that this rank rounds (codes, scales, global scales, zero
+        points), by the tensor's full name in the output. Those of an earlier run are among them.
 
     Raises:
         SourceError: a weight cannot be read, activations are not finite, a file of the store is damaged, or the pass
@@ -101,7 +104,9 @@ def round_layers(
         OutputError: a layer's file cannot be written, or hidden states do not fit on disk.
     """
     layers = model.layers
+    ranks = ranks or Ranks()
     units = find_hessians(model, plan)
+    units = {unit: found for unit, found in units.items() if layers.index(unit) % ranks.size == ranks.rank}
     places, pending = _read_store(store, units, layers)
     if not pending:
         return places

@@ -29,7 +29,7 @@ from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, Needs, require_space, taken_by
-from ..files.shardfile import LayerStore, TensorPlace
+from ..files.shardfile import LayerStore
 from ..formats.numbers import Floats
 from ..hub.source import Source, model_folder, supply_shards
 from ..job import Job, Opened, claim_of, connect_ranks, open_source
@@ -271,7 +271,7 @@ def _describe(what: str, notes: Sequence[str], pass_checkpoint: PassCheckpoint) 
 def apply_gptq(job: Job, corpus: Corpus) -> Plan:
     """Round the layers of a plan by GPTQ, so that the conversion copies them. Layers of an earlier run are reused.
 
-    The first rank does it. All others wait, and use what it has written.
+    All ranks call this together. Each runs all texts, and rounds every so many-th layer.
 
     Args:
         job: the run.
@@ -287,10 +287,18 @@ def apply_gptq(job: Job, corpus: Corpus) -> Plan:
         OutputError: rounded layers or hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    places = job.ranks.all_do(lambda: _round_layers(job, corpus) if job.ranks.first else None)
-    if places is None:
-        places = rounded_layer_store(job.target, _digest(job)).places()
-    return job.plan.with_rounded(places)
+    ranks = job.ranks
+    store = rounded_layer_store(job.target, _digest(job))
+    ranks.first_does(store.claim)
+
+    sensitivities = None
+    if job.plan.is_tuned:
+        # The first rank finds them. The others find all in the file that it leaves.
+        sensitivities = ranks.all_do(lambda: _find_sensitivities(job, corpus, store) if ranks.first else None)
+        sensitivities = sensitivities or _find_sensitivities(job, corpus, store)
+
+    ranks.all_do(lambda: _round_layers(job, corpus, store, sensitivities))
+    return job.plan.with_rounded(store.places())
 
 
 def missing_bytes(job: Job) -> int:
@@ -308,18 +316,15 @@ def _digest(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _find_sensitivities(job: Job, corpus: Corpus) -> Sensitivities:
+def _find_sensitivities(job: Job, corpus: Corpus, store: LayerStore) -> Sensitivities:
     """Find how much tokens and outputs count."""
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import find_hessians, hessian_groups
     from .sensitivity import find_sensitivities
 
-    digest = _digest(job)
-    store = rounded_layer_store(job.target, digest)
-    store.claim()
     # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
-    pass_checkpoint = PassCheckpoint(store.sensitivities, {"run": digest})
+    pass_checkpoint = PassCheckpoint(store.sensitivities, {"run": store.run_digest})
     job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
 
     steps = memory.sensitivity_steps(job.checkpoint, job.plan, corpus.length)
@@ -337,8 +342,8 @@ def _find_sensitivities(job: Job, corpus: Corpus) -> Sensitivities:
         )
 
 
-def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
-    """Run the texts and round each decoder layer; where its tensors then lie, by name."""
+def _round_layers(job: Job, corpus: Corpus, store: LayerStore, sensitivities: Sensitivities | None) -> None:
+    """Run the texts and round this rank's decoder layers."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
@@ -347,12 +352,7 @@ def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
     plan = job.plan
     ranks = job.ranks
     reporter = job.reporter
-    sensitivities = _find_sensitivities(job, corpus) if plan.is_tuned else None
-
-    digest = _digest(job)
-    store = rounded_layer_store(job.target, digest)
-    store.claim()
-    pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
+    pass_checkpoint = PassCheckpoint(store.pass_checkpoint(ranks.rank, ranks.size), {"run": store.run_digest})
     # They were said before the texts were weighed.
     notes = () if plan.is_tuned else corpus.notes
     reporter.on_note(_describe(f"GPTQ with {corpus.described}", notes, pass_checkpoint))
@@ -360,14 +360,15 @@ def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
     fast, half, max_hessian_bytes = _divide_memory(job, corpus.length)
     model = StreamedModel(job.checkpoint, device=job.device)
     hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
-    with _stream(job, model, hidden, half, job.target.absolute().parent) as scratch:
-        places = round_layers(
+    with _stream(job, model, hidden, half, job.target.absolute().parent, ranks.local_size) as scratch:
+        round_layers(
             model,
             plan,
             corpus,
             store,
             loops(fast),
             max_hessian_bytes=max_hessian_bytes,
+            ranks=ranks,
             sensitivities=sensitivities,
             scratch=scratch,
             progress=session.checked_progress(ranks, reporter.on_progress),
@@ -375,7 +376,6 @@ def _round_layers(job: Job, corpus: Corpus) -> dict[str, TensorPlace]:
         )
 
     pass_checkpoint.remove()
-    return places
 
 
 def _divide_memory(job: Job, length: int) -> tuple[bool, int, int]:
@@ -494,7 +494,9 @@ def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
         return []
 
     # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
-    passing = hidden_bytes(job.checkpoint, texts.samples * texts.length)
+    # GPTQ's ranks each have all of them.
+    copies = job.ranks.local_size if "Hessians" in plan.lacks else 1
+    passing = copies * hidden_bytes(job.checkpoint, texts.samples * texts.length)
     _, half, _ = _divide_memory(job, texts.length)
     if passing > half:
         passing *= 2

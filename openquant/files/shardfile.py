@@ -261,7 +261,7 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 _KIND = "openquant rounded"
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(
-    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.tuned)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
+    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}(-\d+-of-\d+)?\.passes(\.tuned)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
 )
 
 
@@ -289,14 +289,18 @@ class LayerStore:
         self.run_digest = run_digest
 
     @property
-    def pass_checkpoint(self) -> Path:
-        """Path of the pass checkpoint, from which an interrupted pass continues."""
-        return self.path / f"{self.run_digest[:16]}.passes"
-
-    @property
     def sensitivities(self) -> Path:
         """Path of the file with what was found of how much tokens and outputs count."""
-        return self.pass_checkpoint.with_name(f"{self.pass_checkpoint.name}.tuned")
+        return self.path / f"{self.run_digest[:16]}.passes.tuned"
+
+    def pass_checkpoint(self, rank: int, size: int) -> Path:
+        """Return the path of a pass checkpoint, from which an interrupted pass continues.
+
+        Args:
+            rank: the process whose pass it is.
+            size: the number of processes. A run with another number begins its passes again.
+        """
+        return self.path / f"{self.run_digest[:16]}-{rank}-of-{size}.passes"
 
     @property
     def nbytes(self) -> int:
@@ -322,7 +326,7 @@ class LayerStore:
 
             for path in paths:
                 is_own_layer = path.suffix == ".safetensors" and self._header(path) is not None
-                if not is_own_layer and not path.name.startswith(self.pass_checkpoint.name):
+                if not is_own_layer and not path.name.startswith(self.run_digest[:16]):
                     path.unlink()
 
     def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from conftest import everything
+from conftest import EXAMPLE, everything
 from openquant import dequantize
 from openquant.calibration.gptq_pass import find_hessians, round_layers
 from openquant.data.corpus import Corpus, Document
+from openquant.distributed import Ranks
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import LayerStore
@@ -168,6 +169,29 @@ def test_all_layers_of_an_architecture_have_a_hessian(shelf: Shelf, tmp_path: Pa
             few = Corpus(CORPUS.documents[:1], "", {})
             found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, max_hessian_bytes=1 << 30)
             assert found.keys() == known
+
+
+def test_ranks_share_the_layers(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(EXAMPLE)
+    plan = make_plan(checkpoint, SCHEMES["int4"], PlanOptions(gptq=CORPUS.account))
+    written = []
+    for size in (1, 3):
+        store = LayerStore(tmp_path / str(size), "0" * 64)
+        store.claim()
+        for rank in range(size):
+            found = round_layers(
+                StreamedModel(checkpoint),
+                plan,
+                CORPUS,
+                store,
+                kernels,
+                max_hessian_bytes=1 << 30,
+                ranks=Ranks(rank, size),
+            )
+            numbers = {int(place.path.stem) for place in found.values()}
+            assert numbers == set(range(rank, 4, size))
+        written.append([path.read_bytes() for path in sorted(store.path.iterdir())])
+    assert written[0] == written[1]
 
 
 def test_smoothed_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:

@@ -246,7 +246,7 @@ def job() -> Iterator[Job]:
         yield found
 
 
-def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> None:
+def test_ranks_round_to_the_same_bytes(made: Path, job: Job, tmp_path: Path) -> None:
     done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("GPTQ with 2 documents of 64 tokens") == 1

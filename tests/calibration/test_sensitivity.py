@@ -259,7 +259,7 @@ def job() -> Iterator[Job]:
         yield found
 
 
-def test_of_several_ranks_the_first_does_it(made: Path, job: Job, tmp_path: Path) -> None:
+def test_several_ranks_round_to_the_same_bytes(made: Path, job: Job, tmp_path: Path) -> None:
     done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", *WORDS)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("weighing 4 documents of 64 tokens") == 1
