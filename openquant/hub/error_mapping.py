@@ -270,6 +270,8 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
         return PushError(f"the Hub does not let you write to {repo}: {reason}", hint or _LOG_IN_HINT)
     if status == 400:
         return PushError(f"{repo} refuses what is sent: {reason}", hint or f"see what the Hub says, then {kept}")
+    if is_offline(cause):
+        return PushError(f"the Hub cannot be reached for {repo}: {reason}", f"check the network, then {kept}")
     if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
         return PushError(f"{repo} could not be pushed to: {reason}", hint or kept)
     return None

@@ -61,7 +61,7 @@ PUSHES = [
      f"org/name refuses what is sent: {f'400 for {COMMIT}: ' + 'no' * 2000:.1000}...",
      f"see what the Hub says, then {AGAIN}"),
     (httpx2.ConnectError("refused: https://huggingface.co/lfs/0a1b?X-Amz-Signature=secret"),
-     "org/name could not be pushed to: refused: https://huggingface.co/lfs/0a1b", AGAIN),
+     "the Hub cannot be reached for org/name: refused: https://huggingface.co/lfs/0a1b", f"check the network, then {AGAIN}"),
     (LocalTokenNotFoundError("Token is required"),
      "the Hub does not let you write to org/name: no token was found", LOG_IN),
     (OfflineModeIsEnabled("offline"), "org/name cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
