@@ -1,9 +1,12 @@
-"""The table "Beside llm-compressor and auto-round" of docs/peers.md: the tools on one model.
+"""The table "Beside llm-compressor, auto-round and GPTQModel" of docs/peers.md: the tools on one model.
 
     python benchmarks/real_models.py DIR
     python -m venv DIR/peers
     DIR/peers/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1 auto-round==0.15.1
-    python benchmarks/peers.py DIR --peer DIR/peers/bin/python --work WORK
+    python -m venv DIR/gptqmodel
+    DIR/gptqmodel/bin/pip install torch==2.13.0 setuptools wheel numpy
+    BUILD_CUDA_EXT=0 DIR/gptqmodel/bin/pip install --no-build-isolation gptqmodel==7.7.0
+    python benchmarks/peers.py DIR --peer DIR/peers/bin/python --gptqmodel DIR/gptqmodel/bin/python --work WORK
 
 All write the same formats: integers in groups of 64, symmetric, and NVFP4 weights, which is 4.25 bits a weight with
 INT4 and 4.5. Other widths than four bits are made by llm-compressor's model_free_ptq, which reads no texts.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="what real_models.py fetched")
     parser.add_argument("--work", type=Path, required=True, help="where outputs and figures are kept")
     parser.add_argument("--peer", type=Path, help="an interpreter with llm-compressor and auto-round")
+    parser.add_argument("--gptqmodel", type=Path, help="an interpreter with GPTQModel")
     parser.add_argument("--samples", type=int, default=12, help="documents of the evaluation")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--only", action="append", help="one of the comparisons")
@@ -60,6 +65,8 @@ def main() -> None:
             write_tokens(source, options.directory / "texts", int(name), Path(output))
         elif tool == "auto-round":
             auto_round(source, Path(output))
+        elif tool == "gptqmodel":
+            gptqmodel(source, Path(output), work)
         elif name in MODEL_FREE:
             model_free(int(name.removeprefix("int")), source, Path(output))
         else:
@@ -90,6 +97,9 @@ def main() -> None:
             commands["llm-compressor"] = [*itself, "--run", "llm-compressor", name]
             if name == "int4":
                 commands["auto-round"] = [*itself, "--run", "auto-round", name]
+        if options.gptqmodel and name == "int4-gptq":
+            itself = [str(options.gptqmodel), __file__, str(options.directory), "--work", str(work)]
+            commands["gptqmodel"] = [*itself, "--run", "gptqmodel", name]
         for tool, command in commands.items():
             output = work / f"{tool}.{name}"
             outputs.append(output)
@@ -195,13 +205,25 @@ def auto_round(source: Path, output: Path) -> None:
     made.rmdir()
 
 
+def gptqmodel(source: Path, output: Path, work: Path) -> None:
+    """Quantize with GPTQModel's GPTQ, in groups of 64; run by its own interpreter."""
+    # It makes one more thread than it allows itself on two processors.
+    os.environ["GPTQMODEL_CPU_WORKERS"] = "2"
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    texts = json.loads(tokens(work, ALL).read_text())
+    model = GPTQModel.load(str(source), QuantizeConfig(bits=4, group_size=64, device="cpu"))
+    model.quantize([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in texts], batch_size=1)
+    model.save(str(output))
+
+
 def print_table(evaluation: dict[str, Any], work: Path) -> None:
     """Print figures of both tools by comparison, as Markdown, and KL ratios paired by document."""
     by_name = {output["output"]["name"]: output for output in evaluation["outputs"]}
     print("| format and method | tool | KL, nats | openquant's by its | size | CPU s | peak MB |")
     print("|---|---|---|---|---|---|---|")
     for name in COMPARED:
-        for tool in ("openquant", "llm-compressor", "auto-round"):
+        for tool in ("openquant", "llm-compressor", "auto-round", "gptqmodel"):
             key = f"{tool}.{name}"
             if key not in by_name:
                 continue

@@ -162,3 +162,12 @@ def test_whatever_is_lost_or_of_another_shape_is_named(architecture: str, monkey
         if small.compared({**small.tensors, info.name: info}) == whole:
             unnamed.append(f"{info.name} {list(info.shape)}")
     assert [what for what in unnamed if not re.match(UNNAMED.get(architecture, "(?!)"), what)] == []
+
+
+def test_a_lost_module_has_its_own_name() -> None:
+    small = Small("Qwen3MoeForCausalLM")
+    for what, names in small.losses():
+        kept = {name: info for name, info in small.tensors.items() if name not in names}
+        said = [text.partition(" (")[0] for text in small.compared(kept).lost]
+        if "*" not in what and what != "model":
+            assert said == [what.removesuffix(".weight")]
