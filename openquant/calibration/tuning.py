@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.format import Format
+from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
 from ..streaming.memory import BLOCK
 from .gptq import DAMPING, work_in_panels
@@ -81,6 +82,19 @@ def _steady(outputs: Tensor) -> Tensor:
     diagonal += RIDGE
     diagonal *= 1 + DAMPING
     return steady
+
+
+def stored_scales(fmt: Format, scale: Floats, global_scale: Floats | None) -> Floats:
+    """Return what is read of scales once they are stored, float32 of their shape.
+
+    Args:
+        fmt: the format.
+        scale: float32 of any shape.
+        global_scale: float32 of one element; None if the format has none.
+    """
+    stored = fmt.encode_scales(scale, global_scale).view(np.uint8)
+    values = scale_values(stored.reshape(-1), fmt.scale.dtype).reshape(scale.shape)
+    return values if global_scale is None else values / global_scale
 
 
 def _solve(multiply: Callable[[Tensor], Tensor], diagonal: Tensor, right: Tensor) -> Tensor:
@@ -181,7 +195,7 @@ class _Tuning:
             # Where all codes are zero the scale stays.
             refitted = scale + _solve(multiply, torch.where(diagonal > 0, diagonal, 1.0), gradient).reshape(-1)
 
-            stored = torch.from_numpy(self.fmt.nearest_scales(refitted.numpy(), self.global_scale))
+            stored = torch.from_numpy(stored_scales(self.fmt, refitted.numpy(), self.global_scale))
             stored = torch.where(torch.isfinite(stored) & (stored * scale > 0), stored, scale)
             later = slice(columns.stop, None)
             weighed[later].addmm_(self.hessian[later, columns], values * (scale - stored))

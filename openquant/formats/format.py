@@ -494,25 +494,6 @@ class Format:
             return (scale.view(np.uint32) >> 23).astype(np.uint8)
         return scale
 
-    def nearest_scales(self, scale: Floats, global_scale: Floats | None = None) -> Floats:
-        """Round scales to the nearest that can be stored, as `encode_scales` rounds them.
-
-        Args:
-            scale: float32 of any shape.
-            global_scale: as for `encode_scales`.
-
-        Returns:
-            float32 of the same shape.
-        """
-        if self.scale.dtype == "F8_E4M3":
-            assert global_scale is not None
-            return E4M3.nearest(scale * global_scale) / global_scale
-        if self.scale.dtype == "BF16":
-            return (nearest_bfloat16(scale) << 16).view(np.float32)
-        if self.scale.dtype == "F16":
-            return scale.astype(np.float16).astype(np.float32)
-        return scale
-
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
         """Dtypes that scales may have in checkpoints of other tools; the one that we write comes first."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from openquant.calibration import tuning
 from openquant.calibration.gptq import damp, find_error_propagation, round_columns
 from openquant.calibration.gptq_pass import scaled_outputs
-from openquant.calibration.tuning import tune_rounding
+from openquant.calibration.tuning import stored_scales, tune_rounding
 from openquant.formats import kernels
 from openquant.formats.schemes import Scheme, find_scheme
 from support.rows import for_each
@@ -101,7 +101,7 @@ def test_the_answers_lose_less(name: str) -> None:
     # All of it can be stored.
     number = problem.format.number
     assert np.array_equal(number.decode(number.encode(quotients.numpy())), quotients.numpy())
-    assert np.array_equal(problem.format.nearest_scales(scale.numpy(), problem.global_scale), scale.numpy())
+    assert np.array_equal(stored_scales(problem.format, scale.numpy(), problem.global_scale), scale.numpy())
     assert torch.equal(scale, problem.scale) != moves
     assert torch.equal(scale.sign(), problem.scale.sign())
 
