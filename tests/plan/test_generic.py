@@ -37,6 +37,12 @@ def test_a_renamed_class_converts_as_the_one_it_is(run: Run, tmp_path: Path) -> 
     assert config["quantization_config"] == json.loads(expected["config.json"])["quantization_config"]
 
 
+def test_a_renamed_class_keeps_its_weights_under_the_one_it_is(tmp_path: Path) -> None:
+    source = renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")
+    result = compress(source, tmp_path / "out", "none", kv_cache="fp8", architecture="Qwen3ForCausalLM")
+    assert result.kv_cache == "fp8"
+
+
 NOTE = "decided from names and shapes alone: look at the plan, and at what the engine makes of it"
 
 
