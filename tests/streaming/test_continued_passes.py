@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -71,3 +72,14 @@ def test_passes_through_layers_that_repeat_start_afresh(shelf: Shelf, tmp_path: 
     expected = run(model, PassCheckpoint(path, {}))
     found = run(model, PassCheckpoint(path, {}))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_passes_that_hold_what_cannot_be_saved_are_not(tmp_path: Path, at_once: None) -> None:
+    path = tmp_path / "x.part"
+    checkpoint = PassCheckpoint(path, {})
+    checkpoint.record_output("layers.0", torch.ones(1))
+    assert checkpoint.is_due("layers.0")
+    checkpoint.write("layers.1", [[((object(),), {})]], lambda _: nullcontext())
+    assert not path.exists()
+    checkpoint.record_output("layers.0", object())
+    assert not checkpoint.is_due("layers.0")

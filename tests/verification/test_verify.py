@@ -409,6 +409,12 @@ def test_a_wrong_scale_shows_when_decoded(tmp_path: Path) -> None:
     assert report.worst[0].module == DOWN
 
 
+def test_a_number_of_layers_that_is_none(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+    change_json(out / "config.json", lambda config: config.update(num_hidden_layers="2"))
+    assert "config.json gives num_hidden_layers '2', which is no number of layers" in verify(out).problems
+
+
 def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> None:
     _, out = ours
     change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="static"))
