@@ -191,6 +191,16 @@ def test_bytes_depend_neither_on_buffers_nor_on_the_number_of_workers(
     assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
 
 
+def test_zero_points_of_later_pieces_follow_the_first(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shelf.source("Qwen3ForCausalLM")
+    compress(source, tmp_path / "whole", "int4", asymmetric=True)
+    monkeypatch.setattr("openquant.weights.reading.BUFFER", 1 << 14)
+    compress(source, tmp_path / "pieces", "int4", asymmetric=True)
+    assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
+
+
 @for_each("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, value: float) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
