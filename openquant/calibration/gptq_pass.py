@@ -3,8 +3,8 @@
 Once all texts are through a decoder layer, its Hessians are complete. Its weights are then read, rounded and written to
 a file of the layer store, from which the conversion copies them, and the Hessians are freed.
 
-    places = round_layers(StreamedModel(checkpoint), plan, corpus, store, kernels, max_hessian_bytes=1 << 30)
-    places["model.layers.0.mlp.up_proj.weight_packed"]      # TensorPlace(.../000.safetensors, 1152)
+    round_layers(StreamedModel(checkpoint), plan, corpus, store, kernels, max_hessian_bytes=1 << 30)
+    store.places()["model.layers.0.mlp.up_proj.weight_packed"]      # TensorPlace(.../000.safetensors, 1152)
 
 Hessians of a model's layers, accumulated while texts run through it.
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..data.corpus import Corpus
 from ..distributed import Ranks
 from ..errors import SourceError
-from ..files.shardfile import Bytes, LayerStore, TensorInfo, TensorPlace
+from ..files.shardfile import Bytes, LayerStore, TensorInfo
 from ..formats import kernels
 from ..formats.format import Format
 from ..formats.numbers import Floats
@@ -73,7 +73,7 @@ def round_layers(
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
-) -> dict[str, TensorPlace]:
+) -> None:
     """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
 
     Args:
@@ -84,17 +84,13 @@ def round_layers(
         loops: the module that chooses scales and rounds: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; a layer whose Hessians take
             more has its inputs in a file beside the store, and one part of them in memory at a time.
-        ranks: the processes that share the layers, every `size`-th each; None for this one alone.
+        ranks: the processes that share the layers: rank 1 of 4 rounds layers 1, 5, 9, ...; None for this one alone.
         sensitivities: how much tokens count in the Hessians of Linears, by group (`hessian_groups`), and outputs in the
             errors; None if all count alike, as they do in experts.
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
         pass_checkpoint: file from which an interrupted pass continues; None for none.
-
-    Returns:
-        Path of a file and byte offset in it of each tensor that this rank rounds (codes, scales, global scales, zero
-        points), by the tensor's full name in the output. Those of an earlier run are among them.
 
     Raises:
         SourceError: a weight cannot be read, activations are not finite, a file of the store is damaged, or the pass
@@ -107,9 +103,9 @@ def round_layers(
     ranks = ranks or Ranks()
     units = find_hessians(model, plan)
     units = {unit: found for unit, found in units.items() if layers.index(unit) % ranks.size == ranks.rank}
-    places, pending = _read_store(store, units, layers)
+    pending = _missing_hessians(store, units, layers)
     if not pending:
-        return places
+        return
     if pass_checkpoint is not None and pass_checkpoint.done & pending.keys():
         raise SourceError(
             f"{pass_checkpoint.path} continues after layers whose files are gone from {store.path}",
@@ -139,8 +135,6 @@ def round_layers(
             checkpoint=pass_checkpoint,
         )
 
-    return places | rounder.places
-
 
 @dataclass
 class _Rounder:
@@ -154,7 +148,6 @@ class _Rounder:
         reader: reads the weights.
         store: where rounded layers are written.
         kept: keeps the inputs of all parts of a layer but the first.
-        places: where the tensors of each layer that is rounded lie, by name.
     """
 
     units: Mapping[str, LayerHessians]
@@ -164,7 +157,6 @@ class _Rounder:
     reader: Reader
     store: LayerStore
     kept: KeptInputs
-    places: dict[str, TensorPlace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for unit, (first, *others) in self.parts.items():
@@ -194,25 +186,20 @@ class _Rounder:
         hessians = self.units[unit].hessians
         tensors = [tensor for hessian in part for tensor in _round_weights(hessian, self.reader)]
         first = None if part == hessians else hessians.index(part[0])
-        written = self.store.write(self.layers.index(unit), tensors, first)
-        self.places.update({info.name: place for info, place in written.items()})
+        self.store.write(self.layers.index(unit), tensors, first)
 
 
-def _read_store(
+def _missing_hessians(
     store: LayerStore, units: Mapping[str, LayerHessians], layers: Sequence[str]
-) -> tuple[dict[str, TensorPlace], dict[str, list[Hessian]]]:
-    """Where tensors that are rounded already lie, by name, and the Hessians that each layer still needs."""
-    places: dict[str, TensorPlace] = {}
+) -> dict[str, list[Hessian]]:
+    """The Hessians that each layer still needs, without those whose weights an earlier run has rounded."""
     pending: dict[str, list[Hessian]] = {}
     for unit, unit_hessians in units.items():
-        missing = unit_hessians.hessians
-        for tensors in store.read(layers.index(unit)).values():
-            stored = [hessian for hessian in missing if not tensors.keys().isdisjoint(hessian.output_tensors)]
-            places |= {info.name: place for info, place in tensors.items()}
-            missing = [hessian for hessian in missing if hessian not in stored]
+        stored = store.stored(layers.index(unit))
+        missing = [hessian for hessian in unit_hessians.hessians if stored.isdisjoint(hessian.output_tensors)]
         if missing:
             pending[unit] = missing
-    return places, pending
+    return pending
 
 
 def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:

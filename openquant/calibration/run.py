@@ -271,7 +271,7 @@ def _describe(what: str, notes: Sequence[str], pass_checkpoint: PassCheckpoint) 
 def apply_gptq(job: Job, corpus: Corpus) -> Plan:
     """Round the layers of a plan by GPTQ, so that the conversion copies them. Layers of an earlier run are reused.
 
-    All ranks call this together. Each runs all texts, and rounds every so many-th layer.
+    All ranks call this together. Each runs all texts, and rounds its share of the layers.
 
     Args:
         job: the run.

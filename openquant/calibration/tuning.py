@@ -85,7 +85,7 @@ def _steady(outputs: Tensor) -> Tensor:
 
 
 def stored_scales(fmt: Format, scale: Floats, global_scale: Floats | None) -> Floats:
-    """Return what is read of scales once they are stored, float32 of their shape.
+    """Return the values that scales have once they are stored, float32 of their shape.
 
     Args:
         fmt: the format.

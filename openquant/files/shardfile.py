@@ -12,8 +12,9 @@ takes only its own files.
     store = LayerStore(Path("Qwen3-8B-INT4.rounded"), "5f70bf..")
     store.claim()
     info = TensorInfo("model.layers.0.mlp.up_proj.weight_packed", "I32", (8, 1))
-    store.write(0, [(info, data)])          # {info: TensorPlace(.../000.safetensors, 184)}
-    store.read(0)                           # {.../000.safetensors: the same}; {} if this run has not written layer 0
+    store.write(0, [(info, data)])
+    store.stored(0)                         # {info}; empty if this run has not written layer 0
+    store.places()[info.name]               # TensorPlace(.../000.safetensors, 184)
 
 A safetensors file is 8 bytes (little-endian header length), a JSON header, and the tensors without holes
 (https://huggingface.co/docs/safetensors). All rules of that format are checked here, so later code can trust offsets.
@@ -329,20 +330,19 @@ class LayerStore:
                 if not is_own_layer and not path.name.startswith(self.run_digest[:16]):
                     path.unlink()
 
-    def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:
-        """Return where the tensors of a decoder layer lie, for each of its files; their digests are checked.
+    def stored(self, number: int) -> set[TensorInfo]:
+        """Return the tensors of a decoder layer that this run has written. The digests of their files are checked.
 
         Args:
             number: number of the decoder layer.
-
-        Returns:
-            Places of tensors, by path; empty if this run has not quantized the layer.
 
         Raises:
             SourceError: a file is damaged.
             OutputError: a file cannot be read.
         """
-        return {path: places for path in self._paths(number) if (places := self._read(path)) is not None}
+        # 007.safetensors, or 007-0.safetensors and so on for its parts.
+        paths = [*self.path.glob(f"{number:03d}.safetensors"), *self.path.glob(f"{number:03d}-*.safetensors")]
+        return {info for path in sorted(paths) for info in self._checked(path)}
 
     def places(self) -> dict[str, TensorPlace]:
         """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read, no digest is
@@ -361,32 +361,25 @@ class LayerStore:
                     places[info.name] = TensorPlace(path, offset)
         return places
 
-    def _paths(self, number: int) -> list[Path]:
-        """Return the existing files of a layer: 007.safetensors, or 007-0.safetensors and so on for its parts."""
-        return sorted(self.path.glob(f"{number:03d}.safetensors")) + sorted(
-            self.path.glob(f"{number:03d}-*.safetensors")
-        )
-
-    def _read(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
-        """Return where the tensors of a file lie; None if it is another run's."""
+    def _checked(self, path: Path) -> list[TensorInfo]:
+        """Return the tensors of a file whose digest is right; none if it is another run's."""
         with output_errors(path, "read"):
             header = self._header(path)
             if header is None:
-                return None
+                return []
 
             expected_digest, tensors = header
-            digest = self._digest([info for info, _ in tensors])
+            infos = [info for info, _ in tensors]
+            digest = self._digest(infos)
             with path.open("rb") as file:
                 file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
                 while data := file.read(_PIECE):
                     digest.update(data)
         if digest.hexdigest() != expected_digest:
             raise damaged_file(path)
-        return {info: TensorPlace(path, offset) for info, offset in tensors}
+        return infos
 
-    def write(
-        self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None
-    ) -> dict[TensorInfo, TensorPlace]:
+    def write(self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None) -> None:
         """Write tensors of a decoder layer to a file.
 
         Args:
@@ -394,14 +387,12 @@ class LayerStore:
             tensors: its tensors, each with its bytes, uint8.
             part: number of the part, if the layer is written in several files; None for a single file.
 
-        Returns:
-            Where each tensor lies.
-
         Raises:
             OutputError: the disk is full, or the file cannot be written.
         """
         digest = self._digest([info for info, _ in tensors])
-        for _, data in tensors:
+        for info, data in tensors:
+            assert data.nbytes == info.nbytes
             digest.update(data.data)
 
         facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
@@ -411,14 +402,6 @@ class LayerStore:
             name += f"-{part}"
         path = self.path / f"{name}.safetensors"
         write_atomic(path, header, *(data.data for _, data in tensors))
-
-        places = {}
-        start = len(header)
-        for info, data in tensors:
-            assert data.nbytes == info.nbytes
-            places[info] = TensorPlace(path, start)
-            start += info.nbytes
-        return places
 
     def _digest(self, tensors: Sequence[TensorInfo]) -> hashlib._Hash:
         """Return a hash of the run and the tensors' descriptions, to be updated with their bytes."""
