@@ -108,7 +108,7 @@ def compress(
     with connect_ranks(ranks) as ranks:
         if run.dry_run or request.fit.fit is not None:
             _require_writable(run, ranks)
-        request = complete_options(request, ranks, reporter)
+        request = ranks.all_do(partial(complete_options, request, ranks, reporter))
         job = plan_of(request, ranks, reporter)
         space = _report_plan(job, request.texts)
 

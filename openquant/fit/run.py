@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibration.run import texts_steps
 from ..distributed import Ranks
-from ..errors import PlanError, UsageError
+from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, prepare
 from ..options import FitOptions, Recipe, Run, Search, Texts, values_for, verb
@@ -54,6 +54,8 @@ SMALLEST = 1e-9
 def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[Recipe, SearchResult]:
     """Find the mixture of schemes for a budget.
 
+    All ranks call this together, share what is measured, and find the same.
+
     Args:
         request: the checked options of compress(), with `fit`; the scheme of the recipe is replaced.
         ranks: the processes of this run.
@@ -63,18 +65,16 @@ def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[
         The recipe with the schemes of the mixture: `scheme`, `scheme_for` and `ignore`. And what they were chosen from.
 
     Raises:
-        UsageError: options contradict --fit, or there are several ranks.
+        UsageError: options contradict --fit.
         PlanError: nothing fits, or no scheme of the menu can be used for this model.
-        SourceError: the model or a text cannot be read.
-        OutputError: hidden states or scores cannot be written.
+        SourceError: the model or a text cannot be read, or ranks read different ones.
+        OutputError: hidden states or scores cannot be written, or another rank has failed.
     """
     run = request.run
     recipe = request.recipe
     fit = request.fit
     assert fit.fit is not None
     budget = read_budget(fit.fit)
-    if ranks.size > 1:
-        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
 
     opened = open_source(run, ranks, reporter)
     menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)

@@ -1,5 +1,7 @@
 """Runs texts through a model: for the scores of its units, and for whole mixtures.
 
+Several ranks share the units that are scored, and the texts that mixtures are compared on. All get the same figures.
+
 Scores of a model, kept beside its output in `NAME.scores.json`, so that another `--fit` of it starts from them.
 """
 
@@ -9,15 +11,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..convert.conversion import loops, worth_compiling
 from ..data.corpus import Corpus, read_corpus
-from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
 from ..files.destination import Destination, FileKind, taken_by
@@ -28,7 +31,16 @@ from ..machine import COMPILED_MEMORY
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_step, scoring_step
-from ..streaming.session import BUDGET, Scratch, find_tokenizer, part_path, streamed_run
+from ..streaming.session import (
+    BUDGET,
+    TEXTS_OR_CHECKPOINTS,
+    Scratch,
+    checked_progress,
+    documents_of_rank,
+    find_tokenizer,
+    part_path,
+    streamed_run,
+)
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 
@@ -91,9 +103,16 @@ class Session:
 
     @cached_property
     def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
+        """The mixtures and changes that this rank measures: those of every `size`-th unit."""
         from .scores import find_variants
 
-        return find_variants(self._model(), self.menu.units)
+        mixtures, changes = find_variants(self._model(), self.menu.units)
+        ranks = self.opened.ranks
+        own = range(ranks.rank, len(self.menu.units), ranks.size)
+        return (
+            [mixture for mixture in mixtures if next(iter(mixture)) in own],
+            {number: names for number, names in changes.items() if number in own},
+        )
 
     def steps(self, mixtures: int) -> list[MemoryStep]:
         """Estimate the memory of scoring, unless there are scores, and of comparing mixtures with the source."""
@@ -112,15 +131,15 @@ class Session:
         return scoring_step(self.opened.checkpoint, 1 + mixtures, documents, corpus.length, head)
 
     def scores(self, keeps_only: bool = False) -> Scores:
-        """Measure the scores, or read those of an earlier run.
+        """Measure the scores, or read those of an earlier run. All ranks call this together.
 
         Args:
             keeps_only: whether nothing may be written, so that there must be scores.
 
         Raises:
             UsageError: there are none, and nothing may be written.
-            SourceError: the model or a text cannot be read.
-            OutputError: the scores cannot be written.
+            SourceError: the model or a text cannot be read, or ranks read different ones.
+            OutputError: the scores cannot be written, or another rank has failed.
         """
         from ..streaming.pass_checkpoint import PassCheckpoint
         from .scores import scores_of
@@ -129,6 +148,8 @@ class Session:
         target = self._target
         on_note = self.opened.reporter.on_note
         corpus = self.scored
+        ranks = self.opened.ranks
+        ranks.require_same([self._conditions, kept], TEXTS_OR_CHECKPOINTS)
         if kept is None and keeps_only:
             raise UsageError(
                 f"--dry-run writes nothing, and there are no scores of this model in {target.path}",
@@ -143,21 +164,45 @@ class Session:
         checkpoint = None
         # Of others something else than arguments may go from layer to layer.
         if known_architecture(self.opened.checkpoint) is not None:
-            checkpoint = PassCheckpoint(part_path(target.path, Ranks()), self._conditions)
+            conditions = {**self._conditions, "number of ranks": str(ranks.size)}
+            checkpoint = PassCheckpoint(part_path(target.path, ranks), conditions)
         if checkpoint is not None and checkpoint.saved is not None:
             on_note("--fit: an earlier run is continued")
 
         measured = self._measure(corpus, mixtures, changes, checkpoint)
-        scores = scores_of(self.menu.units, mixtures, changes, measured)
-        target.write(scores_json(scores, self.menu.units, self._conditions))
+        by_rank = ranks.agree(None, scores_of(self.menu.units, mixtures, changes, measured))
+        scores = [by_rank[number % ranks.size][number] for number in range(len(self.menu.units))]
+        if ranks.first:
+            target.write(scores_json(scores, self.menu.units, self._conditions))
         on_note(f"--fit: wrote {target.path}")
+        # The other ranks keep their checkpoints until the file is written.
+        ranks.agree(None)
         if checkpoint is not None:
             checkpoint.remove()
         return scores
 
     def measure(self, corpus: Corpus, mixtures: Sequence[Mixture]) -> Sequence[Sequence[DocumentRecord]]:
-        """Run the source and mixtures of it over texts, and return the figures of each document for each mixture."""
-        return self._measure(corpus, mixtures)[0]
+        """Run the source and mixtures of it over texts, and return the figures of each document for each mixture.
+
+        All ranks call this together.
+        """
+        ranks = self.opened.ranks
+        own = documents_of_rank(len(corpus.documents), ranks)
+        measured: Sequence[Sequence[DocumentRecord]] = [[] for _ in mixtures]
+        if own:
+            part = replace(corpus, documents=tuple(corpus.documents[number] for number in own))
+            measured = self._measure(part, mixtures)[0]
+
+        by_rank = ranks.agree(None, [[record.figures().tolist() for record in records] for records in measured])
+        return [
+            [
+                DocumentRecord.from_figures(
+                    document.domain, document.name, np.array(by_rank[number % ranks.size][at][number // ranks.size])
+                )
+                for number, document in enumerate(corpus.documents)
+            ]
+            for at in range(len(mixtures))
+        ]
 
     def corpus(self) -> Corpus:
         """Read the texts that mixtures are compared on."""
@@ -200,9 +245,10 @@ class Session:
 
         model = self._model()
         budget = BUDGET if free is None else free - fast * COMPILED_MEMORY
-        place = Scratch(self.directory, budget, opened.run.stream)
+        ranks = opened.ranks
+        place = Scratch(self.directory, budget, opened.run.stream, ranks.local_size)
         origin = opened.source, opened.fingerprint()
-        with streamed_run([origin], hidden, place, Ranks(), hashes=False, models=[model]) as scratch:
+        with streamed_run([origin], hidden, place, ranks, hashes=False, models=[model]) as scratch:
             return measure_mixtures(
                 model,
                 self.menu.units,
@@ -212,7 +258,7 @@ class Session:
                 loops(fast),
                 changes=changes,
                 scratch=scratch,
-                progress=opened.reporter.on_progress,
+                progress=checked_progress(ranks, opened.reporter.on_progress),
                 checkpoint=checkpoint,
             )
 

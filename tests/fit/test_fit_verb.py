@@ -12,27 +12,24 @@ from typing import Any
 
 import pytest
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, tree
 from openquant import compress, verify
-from openquant.api import check_request
 from openquant.cli.commands import main
-from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options
 from openquant.fit.menu import UNQUANTIZED, units_of
-from openquant.fit.run import choose_mixture, joined_patterns
+from openquant.fit.run import joined_patterns
 from openquant.fit.session import read_scores, scores_json
 from openquant.formats.hardware import find_gpu
 from openquant.formats.schemes import find_scheme
-from openquant.options import FitOptions, Recipe, Run
+from openquant.options import Recipe
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import OVERHEAD, UTILIZATION
-from openquant.result import Reporter
 from openquant.streaming import memory
-from support import small_checkpoints
+from support import small_checkpoints, starting
 from support.reporters import Told
 
 # The file of the example's scores, and a size of its weights, in bytes.
@@ -267,11 +264,15 @@ def test_scores_that_are_kept_need_no_memory(scored: Path, monkeypatch: pytest.M
     compress(EXAMPLE, scored / "out", fit="6bits", max_memory="64GB", dry_run=True)
 
 
-def test_several_ranks_are_refused() -> None:
-    request = check_request(Run(EXAMPLE), Recipe(), fit=FitOptions(fit="5bits"))
-    with pytest.raises(UsageError, match="^several ranks cannot share --fit") as caught:
-        choose_mixture(request, Ranks(0, 2), Reporter())
-    assert caught.value.hint == "run it in one process, and the others with its --recipe"
+def test_ranks_find_what_one_process_finds(kept: Path, tmp_path: Path) -> None:
+    with starting.job() as job:
+        done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", f"size={LIMIT}B")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / NAME).read_bytes() == (kept / NAME).read_bytes()
+    assert tree(tmp_path / "out") == tree(kept / "out")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", NAME]
+    # One of them speaks.
+    assert done.stderr.count("--fit: scoring 16 units in int4, nvfp4, int8-weights") == 1
 
 
 @pytest.mark.usefixtures("few")
