@@ -67,8 +67,10 @@ WALKED_QUICKLY = re.compile(
 LONGEST = (
     "serve/test_serve.py", "serve/test_sglang.py", "web/test_page.py", "registry/test_every_architecture.py",
     "hub/test_push.py", "serve/test_serve_four_bits.py", "serve/test_serve_pooled.py",
-    "serve/test_serve_real_model.py", "test_real_models.py", "space/test_static_page.py", "test_distributed.py",
-    "weights/test_find.py",
+    "serve/test_serve_real_model.py", "test_real_models.py", "space/test_static_page.py", "convert/test_convert.py",
+    "hub/test_stream.py", "test_distributed.py", "convert/test_fast.py", "registry/test_models.py",
+    "weights/test_packed_columns.py", "calibration/test_sensitivity.py", "fit/test_fit_verb.py",
+    "streaming/test_memory.py", "cli/test_cli.py", "weights/test_find.py", "gguf/test_gguf_source.py",
 )  # fmt: skip
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run

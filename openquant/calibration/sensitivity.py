@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..data.corpus import Corpus
 from ..errors import OpenQuantError
-from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, explain_errors, run_interleaved
 from ..streaming.memory import BLOCK, hidden_bytes
 from ..streaming.meta_model import REST
@@ -208,11 +207,10 @@ def _run_back_and_forth(
         with explain_errors(f"{type(model.model).__name__} cannot be differentiated", _HINT):
             torch.autograd.backward(logits, draw_gradient(logits, number))
 
-    head = transformers_internals.output_head(model.model)
-    assert head is not None
+    assert model.head is not None
     passes = [[ForwardPass(model, partial(body, number), partial(recorder.computing, number))] for number in documents]
     layers = _ComputedAgain(model)
-    hooks = head.register_forward_pre_hook(cut), model.model.get_input_embeddings().register_forward_hook(follow)
+    hooks = model.head.register_forward_pre_hook(cut), model.model.get_input_embeddings().register_forward_hook(follow)
     try:
         with layers.in_place():
             run_interleaved(passes, finished=lambda *_: None, gradients=True)

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from ..data.corpus import Corpus
 from ..data.domains import Prompt
 from ..errors import naming
-from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.meta_model import REST
 from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
@@ -162,8 +161,8 @@ class _Comparison:
             answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs))
 
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
-        head = transformers_internals.output_head(self.model.model)
-        units = [*self.model.layers, *(name for name, module in self.model.units.items() if module is head)]
+        heads = (name for name, module in self.model.units.items() if module is self.model.head)
+        units = [*self.model.layers, *heads]
         left = [unit for unit in units if unit not in resumed]
         return PassProgress(left, text_tokens, self.advanced, answer_tokens)
 

@@ -33,7 +33,6 @@ from ..formats.format import Group, read_activation_quantization
 from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, hidden_state, holds_experts, run_interleaved
 from ..streaming.meta_model import write_bfloat16
 from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
@@ -386,12 +385,11 @@ def find_variants(model: StreamedModel, units: Sequence[Unit]) -> tuple[list[Mix
         Mixtures of one unit each, for `measure_mixtures`: of units in layers the choice whose size is closest to
         CARRIED_BITS, of the output head all. And by number of the unit the choices whose change is measured.
     """
-    head = transformers_internals.output_head(model.model)
     mixtures: list[Mixture] = []
     changes: dict[int, list[str]] = {}
     for number, (unit, place) in enumerate(zip(units, places_of(model, units), strict=True)):
         names = [name for name in unit.choices if name != UNQUANTIZED]
-        if model.units.get(place) is head:
+        if model.units.get(place) is model.head:
             mixtures += [{number: name} for name in names]
             continue
         carried = min(names, key=lambda name: abs(8 * unit.choices[name].nbytes / unit.elements - CARRIED_BITS))

@@ -279,7 +279,7 @@ class _Driver:
             forward = self.forwards[id(model), unit]
             if model.units[unit] is model.model.get_input_embeddings():
                 return model.embed_in_pieces(forward, args, kwargs)
-            if model.units[unit] is transformers_internals.output_head(model.model):
+            if model.units[unit] is model.head:
                 return model.project_in_pieces(forward, args, kwargs)
             return forward(*args, **kwargs)
 

@@ -63,6 +63,7 @@ class StreamedModel(MetaModel):
         quantized: the checkpoint's quantized weights, by module of `model`: "model.layers.0.mlp.up_proj". Stacked
             experts have the parameter's name, "model.layers.0.mlp.experts.gate_up_proj", and the first expert's weight.
         made_of: for each parameter, the tensors of the checkpoint that it is made of, by their unquantized names.
+        head: the module that computes logits from hidden states; None if there is none.
         layers: names of the decoder layers, layers of vision towers included, in the order they are computed: the units
             without embedding tables and the output head.
         order: names of the units in the order they are probably called: REST, embedding tables, the others.
@@ -86,9 +87,12 @@ class StreamedModel(MetaModel):
         tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
         super().__init__(decoded, tensors, dtype or TORCH_DTYPES[compute_dtype(decoded)], device)
 
-        head = transformers_internals.output_head(self.model)
+        # Found once: a large mixture has tens of thousands of modules.
+        self.head = transformers_internals.output_head(self.model)
         self.layers = [
-            unit for unit, module in self.units.items() if module is not head and not isinstance(module, nn.Embedding)
+            unit
+            for unit, module in self.units.items()
+            if module is not self.head and not isinstance(module, nn.Embedding)
         ]
         self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
         self.made_of: dict[str, tuple[str, ...]] = {}
@@ -171,7 +175,7 @@ class StreamedModel(MetaModel):
         Returns:
             The logits [..., vocabulary].
         """
-        head = transformers_internals.output_head(self.model)
+        head = self.head
         if not isinstance(head, nn.Linear) or getattr(forward, "__func__", None) is not nn.Linear.forward:
             return forward(*args, **kwargs)
         if len(args) != 1 or kwargs or self.device != "cpu" or head.weight.nbytes <= LARGE_TABLE:
