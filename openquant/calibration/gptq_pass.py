@@ -38,7 +38,6 @@ from ..distributed import Ranks
 from ..errors import SourceError
 from ..files.shardfile import Bytes, LayerStore, TensorInfo
 from ..formats import kernels
-from ..formats.format import Format
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
@@ -49,6 +48,7 @@ from ..streaming.memory import BLOCK, ROWS, hessian_nbytes
 from ..streaming.model import Advanced, StreamedModel
 from ..streaming.offload import OffloadFile, view_bytes
 from ..streaming.pass_checkpoint import PassCheckpoint
+from ..threads import in_parallel
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, damp, find_error_propagation, round_columns
@@ -295,51 +295,22 @@ def _round_weight(
     absmax_of_all: Floats,
     reader: Reader,
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
-    """Round one weight; yield its codes, scales, global scale and zero points, as its format has them.
-
-    With the curvature over its `outputs`, float32 [blocks, BLOCK, BLOCK], it is tuned.
-    """
-    fmt, loops = scheme.format, reader.loops
+    """Round one weight; yield its codes, scales, global scale and zero points, as its format has them."""
+    fmt = scheme.format
     global_scale = kernels.choose_shared_scale(fmt, absmax_of_all) if fmt.global_scale is not None else None
+    rounder = _RowRounder(weight, scheme, inputs, outputs, absmax_of_all, global_scale, reader)
 
-    codes: list[Any] = []
-    scales: list[Any] = []
-    zero_points: list[Any] = []
-
-    multiple = fmt.height
-    if outputs is not None:
-        multiple = math.lcm(fmt.height, BLOCK)
+    arrays: dict[str, list[Any]] = {}
     first = 0
-    for bits in _row_blocks(reader, weight, multiple):
-        group_absmax = absmax_of_all
-        if not fmt.shared:
-            group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
-            require_in_range(weight, group_absmax, scheme, reader.where)
+    for bits in _row_blocks(reader, weight, rounder.multiple):
+        for found in rounder.round_in_threads(bits, first):
+            for name, array in found.items():
+                arrays.setdefault(name, []).append(array)
+        first += len(bits)
 
-        scale, zero_point = kernels.choose_scales(
-            scheme, bits, weight.dtype, group_absmax, global_scale, inputs.importance, loops
-        )
-        if zero_point is not None:
-            zero_points.append(kernels.pack_words(fmt.number.encode(zero_point), fmt.number))
-
-        # The curvature of these rows.
-        of_rows = None
-        if outputs is not None:
-            last = first + -(-len(bits) // BLOCK)
-            of_rows, first = outputs[first:last], last
-        values = torch.from_numpy(kernels.to_float32(bits, weight.dtype))
-        quotients, scale = _round_rows(values, scale, zero_point, inputs, of_rows, fmt, global_scale, loops)
-
-        if not fmt.shared or not scales:
-            scales.append(np.asarray(fmt.encode_scales(scale, global_scale)))
-        block = fmt.number.encode(quotients)
-        stored = np.empty((len(block), fmt.number.nbytes(block.shape[1])), np.uint8)
-        kernels.pack(block, stored, fmt.number)
-        codes.append(stored)
-
-    arrays = {fmt.codes: codes, fmt.scale.name: scales}
-    if fmt.zero_point is not None:
-        arrays[fmt.zero_point] = zero_points
+    if fmt.shared:
+        # All rows have found the same.
+        del arrays[fmt.scale.name][1:]
     if fmt.global_scale is not None:
         arrays[fmt.global_scale.name] = [global_scale]
 
@@ -348,29 +319,103 @@ def _round_weight(
         yield info, np.concatenate([block.reshape(-1).view(np.uint8) for block in blocks])
 
 
-def _round_rows(
-    values: Tensor,
-    scale: Floats,
-    zero_point: Floats | None,
-    inputs: _Inputs,
-    outputs: Tensor | None,
-    fmt: Format,
-    global_scale: Floats | None,
-    loops: kernels.Loops,
-) -> tuple[Floats, Floats]:
-    """Round rows of a weight; the values of the codes, and the scales, which move if the rows are tuned."""
-    device = inputs.propagation.coefficients.device
-    scales = torch.from_numpy(scale)
-    shift = None
-    if zero_point is not None:
-        shift = torch.from_numpy(zero_point).to(device)
-    quotients = round_columns(values.to(device), scales.to(device), inputs.propagation, fmt, shift, loops).cpu()
-    if outputs is None or inputs.hessian is None:
-        return quotients.numpy(), scale
+@dataclass(frozen=True, eq=False)
+class _RowRounder:
+    """Rounds rows of a weight, each of which needs no other.
 
-    shift = None if shift is None else shift.cpu()
-    quotients, scales = tune_rounding(values, quotients, scales, shift, inputs.hessian, outputs, fmt, global_scale)
-    return quotients.numpy(), scales.numpy()
+    Attributes:
+        weight: the weight.
+        scheme: its scheme.
+        inputs: what the Hessian says.
+        outputs: the curvature over all outputs, float32 [blocks, BLOCK, BLOCK], with which rows are tuned; None if they
+            are not.
+        absmax_of_all: the largest absolute weight of all that share a scale, float32 [1, 1].
+        global_scale: float32 of one element; None if the format has none.
+        reader: has the loops that round.
+    """
+
+    weight: Weight
+    scheme: Scheme
+    inputs: _Inputs
+    outputs: Tensor | None
+    absmax_of_all: Floats
+    global_scale: Floats | None
+    reader: Reader
+
+    @property
+    def multiple(self) -> int:
+        """So many rows, or a multiple of them, are rounded together."""
+        height = self.scheme.format.height
+        return height if self.outputs is None else math.lcm(height, BLOCK)
+
+    def round_in_threads(self, bits: kernels.Bits, first: int) -> Iterator[dict[str, Any]]:
+        """Round rows in as many threads as torch has; yield what `round` returns of each thread's, in order.
+
+        On a GPU, and with numpy's loops, which keep the interpreter lock, it is a single one.
+        """
+        threads = torch.get_num_threads()
+        if self.inputs.propagation.coefficients.is_cuda or self.reader.loops is kernels:
+            threads = 1
+        step = -(-len(bits) // (threads * self.multiple)) * self.multiple
+
+        torch_threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, torch_threads // threads))
+        try:
+            yield from in_parallel(
+                lambda low: self.round(bits[low : low + step], first + low), range(0, len(bits), step), threads
+            )
+        finally:
+            torch.set_num_threads(torch_threads)
+
+    @torch.inference_mode()
+    def round(self, bits: kernels.Bits, first: int) -> dict[str, Any]:
+        """Round rows of the weight.
+
+        Args:
+            bits: the rows, in the weight's dtype.
+            first: number of the first of them.
+
+        Returns:
+            Their codes, scales and zero points as they are stored, by the last part of the tensor's name.
+        """
+        weight, fmt, loops = self.weight, self.scheme.format, self.reader.loops
+        absmax = self.absmax_of_all
+        if not fmt.shared:
+            absmax = loops.absmax(bits, weight.dtype, fmt.group)
+            require_in_range(weight, absmax, self.scheme, self.reader.where)
+        scale, zero_point = kernels.choose_scales(
+            self.scheme, bits, weight.dtype, absmax, self.global_scale, self.inputs.importance, loops
+        )
+
+        values = torch.from_numpy(kernels.to_float32(bits, weight.dtype))
+        quotients, scale = self._round(values, scale, zero_point, first)
+        codes = fmt.number.encode(quotients)
+        stored = np.empty((len(codes), fmt.number.nbytes(codes.shape[1])), np.uint8)
+        kernels.pack(codes, stored, fmt.number)
+
+        arrays = {fmt.codes: stored, fmt.scale.name: np.asarray(fmt.encode_scales(scale, self.global_scale))}
+        if fmt.zero_point is not None and zero_point is not None:
+            arrays[fmt.zero_point] = kernels.pack_words(fmt.number.encode(zero_point), fmt.number)
+        return arrays
+
+    def _round(self, values: Tensor, scale: Floats, zero_point: Floats | None, first: int) -> tuple[Floats, Floats]:
+        """The values of the codes of rows, and the scales, which move if the rows are tuned."""
+        fmt, inputs = self.scheme.format, self.inputs
+        device = inputs.propagation.coefficients.device
+        scales = torch.from_numpy(scale)
+        shift = None if zero_point is None else torch.from_numpy(zero_point)
+
+        on_device = None if shift is None else shift.to(device)
+        loops = self.reader.loops
+        quotients = round_columns(values.to(device), scales.to(device), inputs.propagation, fmt, on_device, loops).cpu()
+        if self.outputs is None or inputs.hessian is None:
+            return quotients.numpy(), scale
+
+        outputs = self.outputs[first // BLOCK : first // BLOCK + -(-len(values) // BLOCK)]
+        quotients, scales = tune_rounding(
+            values, quotients, scales, shift, inputs.hessian, outputs, fmt, self.global_scale
+        )
+        return quotients.numpy(), scales.numpy()
 
 
 def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[kernels.Bits]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from transformers import AutoModelForCausalLM
 from conftest import EXAMPLE, everything
 from openquant import dequantize
 from openquant.calibration.gptq_pass import find_hessians, round_layers
+from openquant.calibration.sensitivity import Sensitivities
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import LayerStore
-from openquant.formats import kernels
-from openquant.formats.kernels import choose_scales
+from openquant.formats import compiled, kernels
+from openquant.formats.kernels import ColumnRounding, choose_scales
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
 from openquant.job import connect_ranks, open_source, prepare
 from openquant.options import Run
@@ -29,6 +31,7 @@ from openquant.plan.decisions import PlanOptions, rounded_tensors
 from openquant.plan.plan import Plan, make_plan
 from openquant.result import Reporter
 from openquant.run import carry_out
+from openquant.streaming.memory import BLOCK
 from openquant.streaming.model import StreamedModel
 from openquant.weights.weight import WeightTransform, WeightTransforms
 from support import small_checkpoints
@@ -192,6 +195,52 @@ def test_ranks_share_the_layers(tmp_path: Path) -> None:
             assert numbers == {layer for layer in range(4) if layer % size <= rank}
         written.append([path.read_bytes() for path in sorted(store.path.iterdir())])
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_threads_share_the_rows_of_a_weight(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: bool
+) -> None:
+    # Small models have a single thread otherwise.
+    monkeypatch.setattr("openquant.streaming.model.LEAST_PRODUCTS", 0)
+    monkeypatch.setattr("openquant.streaming.model.available_cpus", lambda: 2)
+    before = torch.get_num_threads()
+    checkpoint = open_checkpoint(shelf.source("Qwen3ForCausalLM"))
+    few = Corpus(CORPUS.documents[:1], "", {})
+    for scheme in WANTED[-1:] if tuned else WANTED[1:]:
+        plan = make_plan(checkpoint, scheme, PlanOptions(gptq=CORPUS.account))
+        curvature = {name: torch.eye(BLOCK).expand(2, BLOCK, BLOCK) for name in plan.layers} if tuned else {}
+        written = []
+        for threads in (1, 2):
+            store = LayerStore(tmp_path / f"{scheme.name}{scheme.asymmetric}{threads}", "0" * 64)
+            store.claim()
+            rows: list[int] = []
+
+            def round_panel(weight: ColumnRounding, *rest: Any, rows: list[int] = rows) -> None:
+                rows.append(weight.columns.shape[1])
+                kernels.round_panel(weight, *rest)
+
+            monkeypatch.setattr(compiled, "round_panel", round_panel)
+            torch.set_num_threads(threads)
+            try:
+                round_layers(
+                    StreamedModel(checkpoint),
+                    plan,
+                    few,
+                    store,
+                    compiled,
+                    max_hessian_bytes=1 << 30,
+                    sensitivities=Sensitivities({}, curvature),
+                )
+                assert torch.get_num_threads() == threads
+            finally:
+                torch.set_num_threads(before)
+            assert max(rows) == small_checkpoints.MLP // threads
+            written.append(
+                np.frombuffer(b"".join(path.read_bytes() for path in sorted(store.path.iterdir())), np.uint8)
+            )
+        # Products of other shapes may add in another order.
+        assert (written[0] != written[1]).mean() < 1e-3
 
 
 def test_smoothed_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
