@@ -134,6 +134,14 @@ def test_chats_are_put_into_the_model_s_own_form(tmp_path: Path, chatty: Tokeniz
     )
 
 
+def test_our_own_chats_are_complete(chatty: Tokenizer) -> None:
+    corpus = read_corpus(Texts(samples=16, length=512), chatty)
+    text = "".join(chatty.decode(document.ids) for document in corpus.documents if document.domain == "chats")
+    assert "\n[assistant] " in text and "\n<|endoftext|>[user] " in text
+    # None asks for an answer.
+    assert "[assistant]<|endoftext|>" not in text
+
+
 def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path, chatty: Tokenizer) -> None:
     refusing = replace(chatty, template="{{ raise_exception('no users') }}")
     rows = [{"text": "a text"}, {"messages": [{"role": "user", "content": "x"}]}]

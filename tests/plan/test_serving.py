@@ -180,3 +180,10 @@ def test_tokens_of_a_cache(
     layers: tuple[CachedLayers, ...], state: int, length: int | None, gpus: int, tokens: int
 ) -> None:
     assert SequenceMemory(layers, state, length).tokens(1_000_000_000, False, gpus) == tokens
+
+
+def test_gpus_share_only_heads_that_are_counted() -> None:
+    known, unknown = (CachedLayers(4, 2, None, heads) for heads in (8, None))
+    for layers, divided in (((known,), True), ((known, unknown), False)):
+        memory = SequenceMemory(layers, 0, None)
+        assert memory.divides(1) and memory.divides(2) == divided
