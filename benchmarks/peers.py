@@ -10,7 +10,8 @@
 
 All write the same formats: integers in groups of 64, symmetric, and NVFP4 weights, which is 4.25 bits a weight with
 INT4 and 4.5. Other widths than four bits are made by llm-compressor's model_free_ptq, which reads no texts.
-auto-round rounds to the nearest code here, without tuning. All calibrate on the same 128 documents of 512 tokens, or 16
+auto-round rounds to the nearest code beside `int4`, and tunes by its recipe `light` (50 of its 200 iterations) beside
+`--tune`. All calibrate on the same 128 documents of 512 tokens, or 16
 with AWQ, with the other defaults of each tool. All outputs are then evaluated in one pass of `openquant eval`. What
 WORK has already is not made again. Each process has one thread.
 """
@@ -35,6 +36,7 @@ ALL, FEWER = 128, 16
 COMPARED = {
     "int4": "--scheme int4 --group-size 64",
     "int4-gptq": "--scheme int4 --group-size 64 --gptq",
+    "int4-gptq-tune": "--scheme int4 --group-size 64 --gptq --tune",
     "int4-awq": f"--scheme int4 --group-size 64 --awq --samples {FEWER}",
     "int4-awq-gptq": f"--scheme int4 --group-size 64 --awq --gptq --samples {FEWER}",
     "nvfp4": "--scheme nvfp4",
@@ -64,7 +66,7 @@ def main() -> None:
         if tool == "tokens":
             write_tokens(source, options.directory / "texts", int(name), Path(output))
         elif tool == "auto-round":
-            auto_round(source, Path(output))
+            auto_round(name, source, Path(output), work)
         elif tool == "gptqmodel":
             gptqmodel(source, Path(output), work)
         elif name in MODEL_FREE:
@@ -94,8 +96,9 @@ def main() -> None:
         commands = {"openquant": [sys.executable, "-m", "openquant", *asked, "-o"]}
         if options.peer:
             itself = [str(options.peer), __file__, str(options.directory), "--work", str(work)]
-            commands["llm-compressor"] = [*itself, "--run", "llm-compressor", name]
-            if name == "int4":
+            if "tune" not in name:
+                commands["llm-compressor"] = [*itself, "--run", "llm-compressor", name]
+            if name in ("int4", "int4-gptq-tune"):
                 commands["auto-round"] = [*itself, "--run", "auto-round", name]
         if options.gptqmodel and name == "int4-gptq":
             itself = [str(options.gptqmodel), __file__, str(options.directory), "--work", str(work)]
@@ -188,15 +191,23 @@ def model_free(bits: int, source: Path, output: Path) -> None:
     )
 
 
-def auto_round(source: Path, output: Path) -> None:
-    """Quantize with auto-round, in groups of 64 to the nearest code; run by the interpreter of llm-compressor."""
+def auto_round(method: str, source: Path, output: Path, work: Path) -> None:
+    """Quantize with auto-round, in groups of 64, tuned or to the nearest code; run by the interpreter it is in."""
+    import torch
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    # Without iterations it tunes nothing; with disable_opt_rtn it reads no texts.
-    settings = {"scheme": "W4A16", "group_size": 64, "iters": 0, "disable_opt_rtn": True, "device_map": "cpu"}
+    settings: dict[str, Any] = {"scheme": "W4A16", "group_size": 64, "device_map": "cpu"}
+    if method == "int4":
+        # Without iterations it tunes nothing; with disable_opt_rtn it reads no texts.
+        settings |= {"iters": 0, "disable_opt_rtn": True}
+    else:
+        texts = [torch.tensor([ids]) for ids in json.loads(tokens(work, ALL).read_text())]
+        data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in texts]
+        settings |= {"iters": 50, "lr": 5e-3, "dataset": data, "nsamples": ALL, "seqlen": len(texts[0][0])}
+        settings["enable_torch_compile"] = False
     AutoRound(model, tokenizer, **settings).quantize_and_save(output, format="auto_gptq")
     # It names a directory in it.
     [made] = output.iterdir()

@@ -178,6 +178,7 @@ def test_pieces_do_not_change_what_is_found(blocks: tuple[Path, Path], monkeypat
     assert_clean(pieces)
     assert [e.relative for e in pieces.errors] == pytest.approx([e.relative for e in whole.errors], rel=1e-4)
     assert [e.largest for e in pieces.errors] == [e.largest for e in whole.errors]
+    assert verify(out).problems == ()
 
 
 # Damage.
