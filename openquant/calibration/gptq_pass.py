@@ -354,18 +354,19 @@ class _RowRounder:
         On a GPU, and with numpy's loops, which keep the interpreter lock, it is a single one.
         """
         threads = torch.get_num_threads()
-        if self.inputs.propagation.coefficients.is_cuda or self.reader.loops is kernels:
-            threads = 1
-        step = -(-len(bits) // (threads * self.multiple)) * self.multiple
+        if threads == 1 or self.reader.loops is kernels or self.inputs.propagation.coefficients.is_cuda:
+            yield self.round(bits, first)
+            return
 
-        torch_threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, torch_threads // threads))
+        step = -(-len(bits) // (threads * self.multiple)) * self.multiple
+        # Each works for itself.
+        torch.set_num_threads(1)
         try:
             yield from in_parallel(
                 lambda low: self.round(bits[low : low + step], first + low), range(0, len(bits), step), threads
             )
         finally:
-            torch.set_num_threads(torch_threads)
+            torch.set_num_threads(threads)
 
     @torch.inference_mode()
     def round(self, bits: kernels.Bits, first: int) -> dict[str, Any]:
