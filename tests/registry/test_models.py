@@ -18,7 +18,7 @@ from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal
 from openquant.plan.plan import Plan, ignored_layers, make_plain_plan, make_plan, output_config
-from openquant.registry.architecture import ModuleRules
+from openquant.registry.architecture import ModuleRules, absolute_patterns
 from openquant.verification.verify import model_problems
 from openquant.version import VLLM
 from support import small_checkpoints
@@ -225,6 +225,20 @@ def test_entries_are_sound() -> None:
             re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
         assert all(split.axis in ("in", "out") for split in entry.splits), name
         assert all(keep.why for keep in entry.keep), name
+
+
+def test_experts_taken_from_a_stack_have_the_rules_of_separate_ones() -> None:
+    for entry in MODELS.values():
+        rules = ModuleRules(entry)
+        for experts in entry.experts:
+            # The first of the places where a layer can be.
+            place = re.sub(r"\{([^,}]*)[^}]*\}", r"\1", *absolute_patterns(entry, [experts.path])).replace("*", "0")
+            for part in (part for stacked in experts.stacked for part in stacked.parts):
+                module = f"{place}.0.{part}"
+                rule = rules.rule(module)
+                assert rule.compress and rules.experts(module) == place, (entry.name, module)
+                assert rule.split is not None and rule.split.axis == ("in" if part == "down_proj" else "out")
+                assert (rule.fused is not None) == (part in ("gate_proj", "up_proj")), (entry.name, module)
 
 
 def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:
