@@ -302,7 +302,7 @@ def _round_weight(
 
     arrays: dict[str, list[Any]] = {}
     first = 0
-    for bits in _row_blocks(reader, weight, rounder.multiple):
+    for bits in _row_blocks(reader, weight, rounder.rows_together):
         for found in rounder.round_in_threads(bits, first):
             for name, array in found.items():
                 arrays.setdefault(name, []).append(array)
@@ -321,7 +321,7 @@ def _round_weight(
 
 @dataclass(frozen=True, eq=False)
 class _RowRounder:
-    """Rounds rows of a weight, each of which needs no other.
+    """Rounds rows of a weight, which do not depend on each other.
 
     Attributes:
         weight: the weight.
@@ -343,8 +343,8 @@ class _RowRounder:
     reader: Reader
 
     @property
-    def multiple(self) -> int:
-        """So many rows, or a multiple of them, are rounded together."""
+    def rows_together(self) -> int:
+        """How many rows are rounded together at least; more are a multiple of it."""
         height = self.scheme.format.height
         return height if self.outputs is None else math.lcm(height, BLOCK)
 
@@ -358,7 +358,7 @@ class _RowRounder:
             yield self.round(bits, first)
             return
 
-        step = -(-len(bits) // (threads * self.multiple)) * self.multiple
+        step = -(-len(bits) // (threads * self.rows_together)) * self.rows_together
         # Each works for itself.
         torch.set_num_threads(1)
         try:

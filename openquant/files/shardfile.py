@@ -342,7 +342,7 @@ class LayerStore:
         """
         # 007.safetensors, or 007-0.safetensors and so on for its parts.
         paths = [*self.path.glob(f"{number:03d}.safetensors"), *self.path.glob(f"{number:03d}-*.safetensors")]
-        return {info for path in sorted(paths) for info in self._checked(path)}
+        return {info for path in sorted(paths) for info in self._check_file(path)}
 
     def places(self) -> dict[str, TensorPlace]:
         """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read, no digest is
@@ -361,8 +361,8 @@ class LayerStore:
                     places[info.name] = TensorPlace(path, offset)
         return places
 
-    def _checked(self, path: Path) -> list[TensorInfo]:
-        """Return the tensors of a file whose digest is right; none if it is another run's."""
+    def _check_file(self, path: Path) -> list[TensorInfo]:
+        """Return the tensors of a file, if it is this run's, and check its digest."""
         with output_errors(path, "read"):
             header = self._header(path)
             if header is None:
