@@ -216,6 +216,25 @@ def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
         assert told.replace("layers.1", "layers.0") == f"config.json does not fit the tensors: {key} {difference}"
 
 
+def test_tokens_without_a_row_are_noted(source: Path) -> None:
+    """A token was added, and the embedding was not resized; tokens for images of a multimodal sister are no fault."""
+
+    def notes(name: str, **tokenizer: Any) -> tuple[str, ...]:
+        (source / name).write_text(json.dumps(tokenizer, indent=2))
+        found = plan_of(source).notes
+        (source / name).unlink()
+        return found
+
+    told = "{} does not fit the tensors: token '{}' has number {}, and model.embed_tokens.weight is [512, 256]".format
+    for number, text, fits in ((511, "x", True), (512, "<image_soft_token>", True), (513, "<tool>", False)):
+        added = {"added_tokens": [{"id": number, "content": text}], "model": {"vocab": {"a": 511}, "merges": []}}
+        assert notes("tokenizer.json", **added) == (() if fits else (told("tokenizer.json", text, number),))
+        added = {"added_tokens_decoder": {str(number): {"content": text}}}
+        name = "tokenizer_config.json"
+        assert notes(name, **added) == (() if fits else (told(name, text, number),))
+    assert notes("tokenizer.json", model={"vocab": {"c": 600}, "merges": []}) == (told("tokenizer.json", "c", 600),)
+
+
 def test_ignore_widens_to_the_joined_set_and_says_so(source: Path, tmp_path: Path) -> None:
     plan = plan_of(source, TENSOR, "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj")
     assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
