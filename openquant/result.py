@@ -235,12 +235,12 @@ class Reporter:
         """Called when the conversion begins.
 
         Args:
-            total: bytes of all source weights.
-            done: bytes that an earlier run has converted.
+            total: bytes of all tensors of the output.
+            done: bytes that an earlier run has written.
         """
 
     def on_advance(self, nbytes: int) -> None:
-        """Called when `nbytes` more bytes of the source are converted; it may be 0."""
+        """Called when `nbytes` more bytes of the output are written; it may be 0."""
 
     def on_publishing(self, repo: str) -> None:
         """Called when everything is converted, before the rest of it is uploaded to the Hub repository `repo`."""

@@ -193,9 +193,8 @@ class _Writer:
         return None if claim.complete else unfinished, publisher.repo if publisher else ""
 
     def _report_start(self, unfinished: Sequence[str]) -> None:
-        """Report the bytes of the source, and how many of them an earlier run has converted."""
-        layout = self.job.plan.layout
-        sizes = {shard.name: layout.count_source_bytes(shard.name) for shard in layout.shards}
+        """Report the bytes of the output, and how many of them an earlier run has written."""
+        sizes = {shard.name: shard.nbytes for shard in self.job.plan.layout.shards}
         total = sum(sizes.values())
         self.job.reporter.on_start(total, total - sum(sizes[name] for name in unfinished))
 
@@ -245,7 +244,7 @@ class _Writer:
         return findings
 
     def _advance(self, nbytes: int) -> None:
-        """Report that `nbytes` more bytes of the source are converted; end if another rank has failed."""
+        """Report that `nbytes` more bytes are written; end if another rank has failed."""
         self.job.ranks.check()
         self.job.reporter.on_advance(nbytes)
 

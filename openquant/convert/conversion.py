@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, UsageError
 from ..files.output import OutputDirectory
-from ..files.shardfile import ALIGNMENT, DTYPE_BITS, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
+from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
 from ..formats import kernels
-from ..formats.format import INPUT_SCALE, Format, Group, grid_of
+from ..formats.format import INPUT_SCALE, Format, Group
 from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
 from ..formats.numbers import Codes, Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
@@ -62,7 +62,6 @@ from ..weights.reading import (
     memory_of,
     require_finite,
     require_in_range,
-    row_bytes,
 )
 from ..weights.weight import Weight
 
@@ -226,7 +225,7 @@ def convert(
         output: the output directory, which this run has claimed.
         workers: number of threads that compute; as many more write.
         device: "cpu" or a torch device such as "cuda:0", which computes the codes.
-        progress: called with the number of source bytes done since the last call, from any thread, one at a time.
+        progress: called with the number of bytes written since the last call, from any thread, one at a time.
         fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
@@ -344,7 +343,7 @@ class _Conversion:
                 return
             layout = self.plan.layout.lay_out(shard.name)
             check = partial(verify_shard, layout=layout)
-            file = ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish)
+            file = ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish, self.advance)
             self.files[shard.name] = file
             file.open()
             for write in sorted(layout.writes, key=lambda write: not _is_long_copy(write)):
@@ -378,7 +377,7 @@ class _Conversion:
             worker.wait()
 
     def advance(self, nbytes: int) -> None:
-        """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
+        """Report bytes as written, if there are any; raise _Stopped if the conversion was stopped."""
         if self.stopped.is_set():
             raise _Stopped
         if self.progress is not None and nbytes:
@@ -432,13 +431,10 @@ class _Worker:
             case CopyRounded():
                 with SourceFile(write.place.path, write.place.path.name) as source:
                     self._copy(write, source, write.place.offset, file)
-                self.conversion.advance(write.consumed)
-
             case CopyScale():
                 self._copy_scale(write, file)
             case PutBytes():
                 file.write(np.frombuffer(write.data, np.uint8), write.target)
-                self.conversion.advance(write.nbytes)
 
             case Unstack():
                 self._write_unquantized(write, self.reader.rows(write.weight, 1), file)
@@ -476,7 +472,6 @@ class _Worker:
                 self.findings.look_at_rounded(write.tensor, write.zero, piece)
             buffer.send(file, piece, write.target + done)
             done += piece.nbytes
-            self.conversion.advance(piece.nbytes if isinstance(write, CopyTensor) else 0)
 
     def _copy_scale(self, write: CopyScale, file: ShardFile) -> None:
         tensor = write.tensor
@@ -489,7 +484,6 @@ class _Worker:
         if write.inverse:
             scale = np.float32(1) / scale
         file.write(scale, write.target)
-        self.conversion.advance(tensor.nbytes)
 
     def _transform(self, write: TransformWeight, file: ShardFile) -> None:
         dtype = write.weight.source.dtype
@@ -507,7 +501,6 @@ class _Worker:
             self.findings.look_at(tensor, piece)
             buffer.send(file, piece, target)
             target += piece.nbytes
-            self.conversion.advance(row_bytes(write.weight, len(bits)))
 
     def _decode(self, write: Decode, file: ShardFile) -> None:
         target = write.target
@@ -517,8 +510,6 @@ class _Worker:
             self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
             buffer.send(file, piece, target)
             target += piece.nbytes
-            self.conversion.advance(row_bytes(write.weight, len(bits)))
-        self._advance_by_scales(write.weight)
 
     def _decode_transposed(self, write: Decode, file: ShardFile) -> None:
         """Decode the weight of one expert of a stack [experts, in, out], and write its transpose."""
@@ -529,15 +520,7 @@ class _Worker:
             self.loops.to_bfloat16(bits.view(np.float32), rows)
             transposed[:, low : low + len(bits)] = rows.T
             low += len(bits)
-            self.conversion.advance(row_bytes(write.weight, len(bits)))
         file.write(transposed, write.target)
-        self._advance_by_scales(write.weight)
-
-    def _advance_by_scales(self, weight: Weight) -> None:
-        """Report the scales of a quantized source weight as done."""
-        if weight.format is not None and weight.scale is not None:
-            num_rows, num_cols = grid_of(weight.format.group, weight.shape)
-            self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.scale.dtype] // 8)
 
     def _encode(self, write: Encode, file: ShardFile) -> None:
         keeps_scale = not write.fused or self.reader.keeps_shared_scale(write.fused, write.scheme)
@@ -563,7 +546,6 @@ class _Worker:
                 self._copy_codes(piece, write.scheme, file, exact)
             else:
                 self._quantize(piece, write.scheme, shared_absmax, file)
-            self._advance_by_scales(piece.weight)
 
     def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: ShardFile, exact: Floats | None) -> None:
         """Write the source's codes unchanged, and its scales as the scheme has them; `exact`: the global scale."""
@@ -614,8 +596,6 @@ class _Worker:
                     if zero_point is None:
                         zero_point = np.zeros_like(scale)
                     zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
-
-                self.conversion.advance(codes.nbytes)
 
     def _shared_absmax(self, write: Encode) -> Floats:
         """Return the largest absolute weight of fused layers, float32 [1, 1]."""
@@ -697,7 +677,6 @@ class _Worker:
             buffer.send(file, codes, target)
 
             target += codes.nbytes
-            self.conversion.advance(row_bytes(weight, len(bits)))
 
         if is_zero:
             self.findings.zero_layers.add(weight.module)

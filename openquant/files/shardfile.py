@@ -141,6 +141,7 @@ class ShardFile:
         output: the output directory.
         check: called with the path of the complete file before it gets its final name; raises if it is wrong.
         on_published: called with the file name once it is final.
+        on_written: called with the number of bytes after each write.
     """
 
     name: str
@@ -149,6 +150,7 @@ class ShardFile:
     output: OutputDirectory
     check: Callable[[Path], None]
     on_published: Callable[[str], None]
+    on_written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self.path = self.output.path / self.name
@@ -186,7 +188,7 @@ class ShardFile:
 
         Raises:
             OutputError: the disk is full or fails.
-            Exception: what `check` and `on_published` raise, in the write that completes the file.
+            Exception: what `on_written` raises, and in the write that completes the file what `check` and `on_published` raise.
         """
         view = data.reshape(-1).view(np.uint8)
         with output_errors(self.path):
@@ -210,6 +212,7 @@ class ShardFile:
                     self._write_pending()
         if complete:
             self._publish()
+        self.on_written(view.nbytes)
 
     def _write_direct(self, view: Bytes, offset: int) -> tuple[int, int]:
         """Write the aligned part of `view` without the page cache. Returns where in `view` it begins and ends."""

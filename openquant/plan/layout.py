@@ -45,14 +45,12 @@ class CopyRounded:
         tensor: its name, dtype and shape.
         place: where it lies.
         target: position in the output shard.
-        consumed: bytes of the source that it stands for, for progress.
         zero: the byte that packed codes of zero repeat; None if there is no such byte, or it holds no codes.
     """
 
     tensor: TensorInfo
     place: TensorPlace
     target: int
-    consumed: int
     zero: int | None
 
 
@@ -80,12 +78,10 @@ class PutBytes:
     Attributes:
         data: the bytes.
         target: position in the output shard.
-        nbytes: bytes of the source that they stand for, for progress.
     """
 
     data: bytes
     target: int
-    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,24 +315,6 @@ class Layout:
 
         return sources
 
-    def count_source_bytes(self, shard: str) -> int:
-        """Return how many bytes of the source an output shard is made from, scales in other shards included.
-
-        Layers in other shards that are only read for a scale they share do not count.
-
-        Args:
-            shard: the output shard's file name.
-        """
-        total = 0
-        for item in self.decisions.items[shard]:
-            if isinstance(item, PassthroughTensor):
-                total += passthrough_source_bytes(item)
-            for weight in weights_of_tensor(item):
-                total += weight.stored_nbytes
-                if scale := _input_scale(weight, self.decisions):
-                    total += scale.nbytes
-        return total
-
     def outputs(self, shard: str) -> list[TensorInfo]:
         """Return the tensors of an output shard, in file order.
 
@@ -408,7 +386,7 @@ class _ShardWrites:
         elif item.value is not None:
             yield PutBytes(struct.pack("<f", item.value), target)
         elif isinstance(item.smoothed, bytes):
-            yield PutBytes(item.smoothed, target, info.nbytes)
+            yield PutBytes(item.smoothed, target)
         elif item.smoothed is not None:
             yield TransformWeight(item.smoothed, target)
         elif item.weight is None:
@@ -456,15 +434,13 @@ class _ShardWrites:
     def _copy_rounded(
         self, weight: Weight, scheme: Scheme, rounded: Mapping[str, TensorPlace]
     ) -> Iterator[CopyRounded]:
-        """Copies of the codes and scales that GPTQ wrote; the first one counts for all bytes of the source."""
-        stored = weight.stored_nbytes
+        """Copies of the codes and scales that GPTQ wrote."""
         fmt = scheme.format
         codes = f"{weight.module}.{fmt.codes}"
         for info in output_tensors(weight, scheme):
             if place := rounded.get(info.name):
                 zero = fmt.number.zero_byte if info.name == codes and fmt.zero_point is None else None
-                yield CopyRounded(info, place, self.targets[info.name], stored, zero)
-                stored = 0
+                yield CopyRounded(info, place, self.targets[info.name], zero)
 
     def _encode(self, weight: Weight, scheme: Scheme) -> Encode:
         """The write that quantizes a weight, and those fused with it that lie in its shard."""

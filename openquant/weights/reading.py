@@ -637,13 +637,6 @@ def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]
         raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
 
 
-def row_bytes(weight: Weight, rows: int) -> int:
-    """Return the bytes that `rows`, a number of rows of `weight`, take in the source, without scales."""
-    if weight.format is None:
-        return rows * weight.shape[1] * BITS_TYPE[weight.source.dtype].itemsize
-    return rows * weight.row_bytes
-
-
 # Rows of a layer in which LostWeights looks for codes of zero; in a large one they are a prime number apart,
 # so that no part of a head is left out.
 LOOKED_AT = 32

@@ -140,7 +140,6 @@ def test_codes_cannot_be_kept_and_other_scales_and_sizes_are_refused(tmp_path: P
 def test_published() -> None:
     checkpoint = with_few_experts(f"quantized/{NAME}")
     plan = make_plan(checkpoint, BLOCK)
-    assert summary.source_bytes(plan) == sum(plan.layout.count_source_bytes(shard.name) for shard in plan.layout.shards)
     outputs = make_plain_plan(checkpoint)
     found = {info.name: info for shard in outputs.layout.shards for info in outputs.layout.outputs(shard.name)}
     assert found == with_few_experts(NAME).tensors
