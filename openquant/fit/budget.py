@@ -151,10 +151,9 @@ def weights_on_gpus(budget: Budget, plan: Plan, context: int, fp8_cache: bool) -
         PlanError: the context is longer than the model allows, the size of the cache is not known, the model's layers
             do not divide among so many GPUs, or the cache leaves no memory.
     """
-    problems = {size.size: size.problem for size in plan.parallel}
-    problem = problems.get(budget.gpus, "they do not divide it")
+    problem = plan.parallel.get(budget.gpus, "they do not divide it")
     if problem is not None:
-        possible = ", ".join(str(gpus) for gpus, problem in problems.items() if problem is None)
+        possible = ", ".join(str(gpus) for gpus, problem in plan.parallel.items() if problem is None)
         raise PlanError(f"{budget.gpus} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
 
     try:

@@ -26,7 +26,7 @@ from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, Search, flags_of, options_of, verb
 from ..plan import summary
-from ..plan.architecture import ParallelSize, text_config
+from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, Planner
@@ -370,8 +370,8 @@ class _Table:
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)),
         )
 
-    def _holds(self, weights: LoadedWeights, parallel: Iterable[ParallelSize]) -> tuple[Held, ...]:
-        able = {size.size for size in parallel if size.problem is None}
+    def _holds(self, weights: LoadedWeights, parallel: Mapping[int, str | None]) -> tuple[Held, ...]:
+        able = {size for size, problem in parallel.items() if problem is None}
         self.able |= able
         sizes = [size for size in (self.count, *(gpus for gpus in GPUS if gpus > self.count)) if size in able]
         return tuple(
@@ -401,7 +401,7 @@ class _Table:
     def _require_shared(self) -> None:
         """Refuse a number of GPUs that can serve the model in no scheme."""
         if self.count not in self.able and self.targets[0].memory_bytes is not None:
-            problem = next((size.problem for size in self.parallel if size.size == self.count), "they do not divide it")
+            problem = self.parallel.get(self.count, "they do not divide it")
             possible = ", ".join(map(str, sorted(self.able)))
             raise PlanError(f"{self.count} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
 

@@ -20,7 +20,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -158,17 +158,6 @@ def with_layer_counts(model: Architecture, checkpoint: Checkpoint) -> Architectu
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
 
-@dataclass(frozen=True)
-class ParallelSize:
-    """A tensor-parallel size, with the reason for which it cannot serve the output, "28 heads do not divide by 8".
-
-    The problem is None if it can.
-    """
-
-    size: int
-    problem: str | None
-
-
 def text_config(checkpoint: Checkpoint, model: Architecture) -> dict[str, Any]:
     """Return the language model's part of config.json, with other spellings of its keys under their usual names too.
 
@@ -293,7 +282,7 @@ _SORTED = "an engine sorts its rows by heads"
 
 def check_parallel_sizes(
     checkpoint: Checkpoint, entry: ModuleRules, layers: Iterable[tuple[Weight, Format | None]], extra_size: int | None
-) -> tuple[ParallelSize, ...]:
+) -> dict[int, str | None]:
     """Check which tensor-parallel sizes divide all layers.
 
     Args:
@@ -315,18 +304,13 @@ def check_parallel_sizes(
         if key not in kinds:
             kinds[key] = entry.rule(weight.module).split
 
-    result = []
-
-    for size in sorted({*TENSOR_PARALLEL_SIZES, *([extra_size] if extra_size else [])}):
-        problem = None
-        for (name, shape, group), split in kinds.items():
-            problem = why_indivisible(shape, split, config, group, size)
-            if problem:
-                problem = f"{name}: {problem}"
-                break
-        result.append(ParallelSize(size, problem))
-
-    return tuple(result)
+    problems: dict[int, str | None] = {}
+    for size in sorted({*TENSOR_PARALLEL_SIZES, extra_size or 1}):
+        of_kinds = (
+            (name, why_indivisible(shape, split, config, group, size)) for (name, shape, group), split in kinds.items()
+        )
+        problems[size] = next((f"{name}: {problem}" for name, problem in of_kinds if problem), None)
+    return problems
 
 
 def why_indivisible(

@@ -41,7 +41,6 @@ from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
 from . import assign, engines, serving
 from .architecture import (
-    ParallelSize,
     check_parallel_sizes,
     find_architecture,
     known_architecture,
@@ -89,7 +88,7 @@ class Plan:
     options: PlanOptions
     decisions: Decisions
     quantization_config: dict[str, Any]
-    parallel: tuple[ParallelSize, ...]
+    parallel: Mapping[int, str | None]
     notes: tuple[str, ...]
     source_notes: tuple[str, ...] = ()
     identity: str = ""
@@ -484,7 +483,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = (*about_source, *engines.left_behind(checkpoint, weights.values()))
     decisions = Decisions(None, items)
-    return Plan(checkpoint, decoded, entry, PlanOptions(), decisions, {}, (), notes, about_source, identity)
+    return Plan(checkpoint, decoded, entry, PlanOptions(), decisions, {}, {}, notes, about_source, identity)
 
 
 _WHY = f"--scheme {UNCHANGED}"

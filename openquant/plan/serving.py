@@ -36,12 +36,7 @@ from ..registry.parts import HEADS
 from ..version import SGLANG
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
-from .architecture import (
-    ParallelSize,
-    config_value,
-    fused_parts,
-    mtp_layer_finder,
-)
+from .architecture import config_value, fused_parts, mtp_layer_finder
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions
 from .layout import PlanLine
 
@@ -272,7 +267,7 @@ def estimate_serving(
     lines: Sequence[PlanLine],
     entry: ModuleRules,
     config: Mapping[str, Any],
-    parallel: Iterable[ParallelSize],
+    parallel: Mapping[int, str | None],
     output: bool,
 ) -> Serving:
     """Compute what it takes to serve a plan's output, or its source.
@@ -295,7 +290,7 @@ def estimate_serving(
     except UnknownCache as problem:
         cache = None
         unknown = str(problem)
-    allowed = [size.size for size in parallel if size.problem is None and size.size in GPUS]
+    allowed = [size for size, problem in parallel.items() if problem is None and size in GPUS]
     fits = tuple(_fit(gpu_gb, weights, cache, allowed) for gpu_gb in GPU_GB)
     return Serving(weights.divided + weights.copied, cache, unknown, fits)
 

@@ -10,7 +10,7 @@ Nothing is decided here, and the conversion does not use it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ..registry.architecture import (
     is_head,
 )
 from ..weights.weight import Weight
-from .architecture import TENSOR_PARALLEL_SIZES, ParallelSize, check_parallel_sizes, text_config, why_indivisible
+from .architecture import TENSOR_PARALLEL_SIZES, check_parallel_sizes, text_config, why_indivisible
 from .assign import NO_MODULE
 from .decisions import FEW_AXES, Decision, PassthroughTensor
 from .engines import sglang_refusal
@@ -190,10 +190,10 @@ def engines(plan: Plan) -> tuple[str, ...]:
 
 def parallel_sizes(plan: Plan) -> list[int]:
     """Return the tensor-parallel sizes that can serve the output: [1, 2, 4]."""
-    return [parallel.size for parallel in plan.parallel if parallel.problem is None]
+    return [size for size, problem in plan.parallel.items() if problem is None]
 
 
-def source_parallel(plan: Plan) -> tuple[ParallelSize, ...]:
+def source_parallel(plan: Plan) -> Mapping[int, str | None]:
     """Return tensor-parallel sizes, each with the reason for which it cannot serve the plan's source, if any."""
     if plan.scheme is None:
         return plan.parallel

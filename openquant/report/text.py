@@ -164,7 +164,7 @@ def _facts(plan: Plan, download: tuple[int, int], space: DiskSpace | None) -> li
     if plan.quantization_config and (plan.options.tp or fewest is None or fewest.gpus != 1):
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
-        lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
+        lines += [f"  not {size}: {problem}" for size, problem in plan.parallel.items() if problem]
     return lines
 
 
