@@ -188,7 +188,7 @@ class ShardFile:
 
         Raises:
             OutputError: the disk is full or fails.
-            Exception: what `on_written` raises, and in the write that completes the file what `check` and `on_published` raise.
+            Exception: what `on_written` raises, and `check` and `on_published` in the write that completes the file.
         """
         view = data.reshape(-1).view(np.uint8)
         with output_errors(self.path):

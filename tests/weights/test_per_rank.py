@@ -14,7 +14,6 @@ from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, SourceError
 from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL
-from openquant.plan import summary
 from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import with_few_experts
@@ -139,7 +138,6 @@ def test_codes_cannot_be_kept_and_other_scales_and_sizes_are_refused(tmp_path: P
 
 def test_published() -> None:
     checkpoint = with_few_experts(f"quantized/{NAME}")
-    plan = make_plan(checkpoint, BLOCK)
     outputs = make_plain_plan(checkpoint)
     found = {info.name: info for shard in outputs.layout.shards for info in outputs.layout.outputs(shard.name)}
     assert found == with_few_experts(NAME).tensors
