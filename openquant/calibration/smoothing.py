@@ -47,7 +47,7 @@ from ..formats.schemes import Scheme
 from ..patterns import compile_any, compile_pattern
 from ..plan.architecture import text_config
 from ..plan.plan import Plan, has_fp8_cache
-from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule, absolute_patterns
+from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule
 from ..weights.reading import Reader, memory_of
 from ..weights.statistics import Calibration, InputStatistics
 from ..weights.weight import Weight, WeightTransform, WeightTransforms
@@ -104,7 +104,7 @@ def usable_mappings(plan: Plan) -> UsableMappings:
     shapes |= {module: weight.shape for module, weight in plan.layers.items()}
     passthrough = {item.tensor.module: item for item in decisions.passthrough}
     cached = [rule.pattern for rule in plan.model.cached] if has_fp8_cache(plan) else []
-    cached_values = compile_any(absolute_patterns(plan.model, cached))
+    cached_values = compile_any(map(plan.model.absolute, cached))
     usable: list[SmoothingMapping] = []
     unused: dict[str, list[str]] = {}
 
@@ -404,12 +404,12 @@ def find_smoothing_mappings(
     """
     mappings = []
     for rule in model.smoothing:
-        [pattern] = absolute_patterns(model, [rule.smooth_layer])
+        pattern = model.absolute(rule.smooth_layer)
         smooth_layer = compile_pattern(pattern)
 
         # By the parts of a name that `*` stands for, as many as the smooth_layer's pattern has.
         balance_layers: dict[tuple[str, ...], list[str]] = {}
-        expressions = [compile_pattern(pattern) for pattern in absolute_patterns(model, rule.balance_layers)]
+        expressions = list(map(model.compile, rule.balance_layers))
 
         for module in shapes:
             for expression in expressions:
@@ -439,11 +439,7 @@ def _make_mapping(
 
     channels = rows
     if rule.last:
-        splits = (
-            split
-            for split in model.splits
-            if compile_any(absolute_patterns(model, [split.pattern])).fullmatch(smooth_layer)
-        )
+        splits = (split for split in model.splits if model.compile(split.pattern).fullmatch(smooth_layer))
         share = _last_part(next(splits), config)
         if share is None or rows % share[1]:
             return None
@@ -806,9 +802,7 @@ def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calib
 
 def _queries_and_keys(plan: Plan) -> set[str]:
     """Modules that are fused with values: the smooth_layers whose rule says how many heads they have."""
-    values = compile_any(
-        absolute_patterns(plan.model, [rule.smooth_layer for rule in plan.model.smoothing if rule.heads])
-    )
+    values = compile_any(plan.model.absolute(rule.smooth_layer) for rule in plan.model.smoothing if rule.heads)
     fused_groups = plan.entry.fused_groups(plan.layers)
     return {
         module

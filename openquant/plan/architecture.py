@@ -41,7 +41,6 @@ from ..registry.architecture import (
     ModuleRules,
     ParallelSplit,
     StackedExperts,
-    absolute_patterns,
 )
 from ..weights.weight import Weight
 from .decisions import FEW_AXES, Item, PassthroughTensor, StackedTensor
@@ -651,10 +650,8 @@ class Stored:
 
     def _stack(self, model: Architecture, layout: ExpertLayout, stacked: StackedExperts) -> None:
         """Add the stacks of experts that a conversion has split, as the class has them."""
-        paths = absolute_patterns(model, [f"{layout.path}.*.{part}.weight" for part in stacked.parts])
-        of_parts = [compile_pattern(path) for path in paths]
-
-        for first in [name for name in self.by_template if of_parts[0].fullmatch(name)]:
+        is_first = model.compile(f"{layout.path}.*.{stacked.parts[0]}.weight").fullmatch
+        for first in filter(is_first, list(self.by_template)):
             path = first.removesuffix(f".*.{stacked.parts[0]}.weight")
             place = path.rpartition(".")[0] if layout.beside else path
             names = [f"{place}.{stacked.name}", f"{place}.{stacked.name}.weight"]

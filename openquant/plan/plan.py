@@ -35,7 +35,7 @@ from ..formats.quantization import Quantization, read_quantization
 from ..formats.schemes import KEPT_SCHEMES, Scheme
 from ..models import GENERIC
 from ..patterns import template
-from ..registry.architecture import Architecture, ModuleRules, is_head
+from ..registry.architecture import EMBEDDING, HEAD, Architecture, ModuleRules, is_head
 from ..version import __version__
 from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
@@ -374,10 +374,10 @@ def _add_tables(model: Architecture, decoded: Checkpoint, scheme: Scheme, option
     """The entry with the output head and the embedding among the quantized layers, where the options ask for them."""
     if options.head:
         engines.refuse_head(decoded, model, scheme)
-        model = model.with_head()
+        model = model.with_quantized(HEAD)
     if options.embedding:
         engines.refuse_embedding(decoded, model, scheme)
-        model = model.with_embedding()
+        model = model.with_quantized(EMBEDDING)
     return model
 
 

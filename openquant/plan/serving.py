@@ -31,7 +31,7 @@ from ..formats.format import FLOATS
 from ..formats.numbers import E4M3, FLAG, SCALES, cache_scales, scale_for
 from ..formats.schemes import Scheme
 from ..patterns import MAX_DIGITS, compile_pattern, template
-from ..registry.architecture import MTP_LAYER, Architecture, CachedRows, ModuleRules, RecurrentState, absolute_patterns
+from ..registry.architecture import MTP_LAYER, Architecture, CachedRows, ModuleRules, RecurrentState
 from ..registry.parts import HEADS
 from ..version import SGLANG
 from ..weights.statistics import Calibration, placeholder_calibration
@@ -347,8 +347,8 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
     """
     model = entry.model
     layer_pattern = compile_pattern(f"{model.layers}.**")
-    cached = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.cached]
-    states = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.states]
+    cached = [(model.compile(kind.pattern), kind) for kind in model.cached]
+    states = [(model.compile(kind.pattern), kind) for kind in model.states]
 
     # For each layer and each kind of cached projections in it, the cached rows of each projection.
     row_counts: dict[tuple[int, CachedRows], list[int]] = {}
@@ -548,7 +548,7 @@ def find_cached_attentions(modules: Iterable[str], entry: ModuleRules, config: d
     if model.cache_refused is not None:
         raise PlanError(f"{model.name}: no engine loads scales of the KV cache: {model.cache_refused}", _NO_CACHE)
 
-    patterns = [(compile_pattern(absolute_patterns(model, [rows.pattern])[0]), rows) for rows in model.cached]
+    patterns = [(model.compile(rows.pattern), rows) for rows in model.cached]
     layer_pattern = compile_pattern(f"{model.layers}.**")
     is_mtp_layer = mtp_layer_finder(model, config)
     count = layers_with_cache(config)

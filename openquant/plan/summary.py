@@ -25,7 +25,6 @@ from ..registry.architecture import (
     MTP_LAYER,
     ModuleRules,
     ParallelSplit,
-    absolute_patterns,
     is_embedding,
     is_head,
 )
@@ -442,7 +441,7 @@ def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | No
     stacks = [f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked]
     fields = {"compress": model.compress, "keep": [keep.pattern for keep in model.keep], "experts": stacks}
     for field, patterns in fields.items():
-        for pattern in absolute_patterns(model, patterns):
+        for pattern in map(model.absolute, patterns):
             if compile_pattern(pattern).fullmatch(module):
                 return Rule(field, pattern)
 

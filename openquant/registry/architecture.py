@@ -414,15 +414,10 @@ class Architecture:
         """Return the entry with the head of a task, which is kept, in place of the output head."""
         return replace(self, keep=(*self.keep, TASK_HEAD), has_head=False)
 
-    def with_head(self) -> Architecture:
-        """Return the entry with the output head moved from `keep` to `compress`."""
-        return self._compressing(HEAD)
-
-    def with_embedding(self) -> Architecture:
-        """Return the entry with the input embedding moved from `keep` to `compress`."""
-        return self._compressing(EMBEDDING)
-
-    def _compressing(self, kept: Keep) -> Architecture:
+    def with_quantized(self, kept: Keep) -> Architecture:
+        """Return the entry with the output head or the input embedding, HEAD or EMBEDDING, moved from `keep` to
+        `compress`.
+        """
         keep = tuple(keep for keep in self.keep if keep != kept)
         return replace(self, compress=(*self.compress, kept.pattern), keep=keep)
 
@@ -432,14 +427,26 @@ class Architecture:
         Args:
             layers: how many decoder layers config.json counts.
         """
-        patterns = absolute_patterns(self, (part for part, _ in self.beyond))
-        engine_prefixes = [prefix for _, prefix in self.beyond]
         spellings = (
-            (pattern.replace("*", str(layer)), prefix.format(layers + layer))
-            for pattern, prefix in zip(patterns, engine_prefixes, strict=True)
+            (self.absolute(part).replace("*", str(layer)), prefix.format(layers + layer))
+            for part, prefix in self.beyond
             for layer in range(layers)
         )
         return replace(self, spellings=(*self.spellings, *spellings))
+
+    def absolute(self, pattern: str) -> str:
+        """Complete a pattern that is relative to a decoder layer, and take from others the prefix that files lack.
+
+        Args:
+            pattern: of modules, such as "lm_head" or ".mlp.up_proj", which becomes "model.layers.*.mlp.up_proj".
+        """
+        if pattern.startswith("."):
+            return self.layers + pattern
+        return _remove_prefix(pattern, self.lacks)
+
+    def compile(self, pattern: str) -> re.Pattern[str]:
+        """Return the regular expression of a pattern, relative or not."""
+        return compile_pattern(self.absolute(pattern))
 
     def names_of(self, module: str) -> list[str]:
         """Return a module's name, followed by the other names that engines have for it."""
@@ -480,22 +487,6 @@ def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
     if not number or not rest.startswith(tail):
         return None
     return number, rest.removeprefix(tail)
-
-
-def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
-    """Complete patterns that are relative to a decoder layer, and take from others the prefix that files lack.
-
-    Args:
-        model: an entry, whose `layers` pattern matches one decoder layer: "model.layers.*".
-        patterns: patterns of modules, such as ".mlp.up_proj" or "lm_head".
-
-    Returns:
-        The patterns in order, those that begin with a dot with `layers` before them: "model.layers.*.mlp.up_proj".
-    """
-    return [
-        model.layers + pattern if pattern.startswith(".") else _remove_prefix(pattern, model.lacks)
-        for pattern in patterns
-    ]
 
 
 def _remove_prefix(pattern: str, prefix: str) -> str:
@@ -592,31 +583,23 @@ class ModuleRules:
 
     def __init__(self, model: Architecture) -> None:
         self.model = model
-        self._compress = compile_any(absolute_patterns(model, model.compress))
-        self._reordered = compile_any(absolute_patterns(model, model.reordered))
-        self._nameless = compile_any(absolute_patterns(model, model.nameless))
-        self._plain = compile_any(absolute_patterns(model, model.sglang.plain))
-        self._unpacked = compile_any(absolute_patterns(model, model.sglang.unpacked))
+        self._compress = compile_any(map(model.absolute, model.compress))
+        self._reordered = compile_any(map(model.absolute, model.reordered))
+        self._nameless = compile_any(map(model.absolute, model.nameless))
+        self._plain = compile_any(map(model.absolute, model.sglang.plain))
+        self._unpacked = compile_any(map(model.absolute, model.sglang.unpacked))
 
-        stacks = [(experts, stacked) for experts in model.experts for stacked in experts.stacked]
-        stack_patterns = [f"{experts.place}.{stacked.name}" for experts, stacked in stacks]
-        self._stacks = list(zip(_compile_all(model, stack_patterns), stacks, strict=True))
-        self._keeps = list(zip(_compile_all(model, (keep.pattern for keep in model.keep)), model.keep, strict=True))
-
-        fused_patterns = [fused.pattern for fused in model.fused]
-        self._fused = list(
-            zip(
-                _compile_all(model, fused_patterns),
-                _compile_all(model, map(_fused_parent, fused_patterns)),
-                model.fused,
-                strict=True,
-            )
-        )
-
-        self._splits = list(
-            zip(_compile_all(model, (split.pattern for split in model.splits)), model.splits, strict=True)
-        )
-        self._experts = _compile_all(model, (experts.path for experts in model.experts))
+        self._stacks = [
+            (model.compile(f"{experts.place}.{stacked.name}"), (experts, stacked))
+            for experts in model.experts
+            for stacked in experts.stacked
+        ]
+        self._keeps = [(model.compile(keep.pattern), keep) for keep in model.keep]
+        self._fused = [
+            (model.compile(fused.pattern), model.compile(_fused_parent(fused.pattern)), fused) for fused in model.fused
+        ]
+        self._splits = [(model.compile(split.pattern), split) for split in model.splits]
+        self._experts = [model.compile(experts.path) for experts in model.experts]
 
         # By the template of the parent, then by the last segment. Neighbours in a checkpoint have the same parent.
         self._families: dict[str, dict[str, ModuleRule]] = {}
@@ -710,10 +693,6 @@ class ModuleRules:
             for segment in rule.fused_names:
                 names[f"{module.rsplit('.', rule.fused_depth)[0]}.{segment}"] = None
         return list(dict.fromkeys(itertools.chain(names, *map(self.model.names_of, names))))
-
-
-def _compile_all(model: Architecture, patterns: Iterable[str]) -> list[re.Pattern[str]]:
-    return [compile_pattern(pattern) for pattern in absolute_patterns(model, patterns)]
 
 
 def _fused_parent(pattern: str) -> str:

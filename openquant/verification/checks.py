@@ -26,7 +26,7 @@ from ..formats.schemes import Scheme, as_written, without_targets
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
-from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
+from ..registry.architecture import EMBEDDING, HEAD, Architecture, ModuleRules, is_embedding, is_head
 from ..weights.find import pairs
 from .headers import Findings, Headers, check_fused, check_head, check_listed, check_unlisted
 from .weight_checks import check_cache, check_strays, find_decodable_weights, find_weights
@@ -58,9 +58,9 @@ def check_headers(
     head = quantization.method != "fp8" and any(is_head(pair.module) for pair in codes_and_scales)
     embedding = quantization.method != "fp8" and any(is_embedding(pair.module) for pair in codes_and_scales)
     if model and head and model.head_refused is None:
-        model = model.with_head()
+        model = model.with_quantized(HEAD)
     if model and embedding and model.embedding is not None:
-        model = model.with_embedding()
+        model = model.with_quantized(EMBEDDING)
 
     entry = None
     if model:

@@ -44,8 +44,7 @@ from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
 from ..models import find_entry
-from ..patterns import compile_any, template
-from ..registry.architecture import absolute_patterns
+from ..patterns import template
 from .weight import DAMAGED, Weight, four_bits, name_and_type, packed_columns, per_rank_projections
 
 # modelopt's file beside config.json, from before config.json held the same.
@@ -403,7 +402,7 @@ def checked_weights(
     modules = [info.module for info in checkpoint.tensors.values()]
     model = find_entry(checkpoint.architecture, checkpoint.config, modules)
     ranked = model.per_rank if model else None
-    per_rank = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None
+    per_rank = model.compile(ranked.pattern) if model and ranked else None
 
     for pair in all_pairs:
         info = pair.codes

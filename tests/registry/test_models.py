@@ -18,7 +18,7 @@ from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal
 from openquant.plan.plan import Plan, ignored_layers, make_plain_plan, make_plan, output_config
-from openquant.registry.architecture import ModuleRules, absolute_patterns
+from openquant.registry.architecture import ModuleRules
 from openquant.verification.verify import model_problems
 from openquant.version import VLLM
 from support import small_checkpoints
@@ -232,7 +232,7 @@ def test_experts_taken_from_a_stack_have_the_rules_of_separate_ones() -> None:
         rules = ModuleRules(entry)
         for experts in entry.experts:
             # The first of the places where a layer can be.
-            place = re.sub(r"\{([^,}]*)[^}]*\}", r"\1", *absolute_patterns(entry, [experts.path])).replace("*", "0")
+            place = re.sub(r"\{([^,}]*)[^}]*\}", r"\1", entry.absolute(experts.path)).replace("*", "0")
             for part in (part for stacked in experts.stacked for part in stacked.parts):
                 module = f"{place}.0.{part}"
                 rule = rules.rule(module)

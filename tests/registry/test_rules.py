@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openquant.models import GENERIC, MODELS
-from openquant.registry.architecture import ModuleRules, is_head
+from openquant.registry.architecture import HEAD, ModuleRules, is_head
 
 
 def test_a_set_may_reach_into_a_submodule() -> None:
@@ -31,7 +31,7 @@ def test_a_module_that_patterns_contradict_each_other_of_says_so() -> None:
     assert ModuleRules(GENERIC).rule("model.layers.0.something").patterns == 0
     head = ModuleRules(MODELS["Qwen3ForCausalLM"]).rule("lm_head")
     assert (head.patterns, head.keep, head.compress) == (1, "output head", False)
-    with_head = ModuleRules(MODELS["Qwen3ForCausalLM"].with_head()).rule("lm_head")
+    with_head = ModuleRules(MODELS["Qwen3ForCausalLM"].with_quantized(HEAD)).rule("lm_head")
     assert (with_head.patterns, with_head.keep, with_head.compress) == (1, None, True)
     assert is_head("language_model.lm_head")
     assert not is_head("model.lm_head_norm")

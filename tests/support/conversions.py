@@ -13,7 +13,6 @@ from openquant import Result, compress
 from openquant.formats.schemes import INTEGER_GROUPS, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
-from openquant.registry.architecture import absolute_patterns
 from support import small_checkpoints
 
 Stamps = dict[Path, tuple[int, int, int]]
@@ -44,7 +43,7 @@ def experts_of(architecture: str) -> list[str]:
         name.rpartition(".")[0] if name.endswith(".weight") else name for name in small_checkpoints.shapes(architecture)
     ]
     stacks = (f"{one.place}.{held.name}" for one in model.experts for held in one.stacked)
-    found = [*absolute_patterns(model, (f"{one.path}.**" for one in model.experts)), *absolute_patterns(model, stacks)]
+    found = [*map(model.absolute, (f"{one.path}.**" for one in model.experts)), *map(model.absolute, stacks)]
     return [pattern for pattern in dict.fromkeys(found) if any(map(compile_pattern(pattern).fullmatch, modules))]
 
 

@@ -14,7 +14,7 @@ from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, SourceError
 from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL
-from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan.plan import make_plain_plan
 from support import small_checkpoints
 from support.published_checkpoints import with_few_experts
 from support.quantized_checkpoints import widened
