@@ -262,8 +262,7 @@ def tree(root: Path) -> dict[str, bytes]:
     if "README.md" in files:
         name = re.escape(root.name.encode())
         before = rb"(?m)^(#|vllm serve|python -m sglang\.launch_server --model-path) "
-        card = re.sub(before + name + b"$", rb"\1 DIR", files["README.md"])
-        files["README.md"] = re.sub(b'(?m)(?<=^llm = LLM\\(")' + name + b'"', b'DIR"', card)
+        files["README.md"] = re.sub(before + name + b"$", rb"\1 DIR", files["README.md"])
     return files
 
 

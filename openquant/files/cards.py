@@ -55,8 +55,6 @@ CONTEXT = {"vLLM": "--max-model-len", "SGLang": "--context-length"}
 POOLING = {"vLLM": "--runner pooling", "SGLang": "--is-embedding"}
 # Flags that may follow a command (formats/numbers.py).
 _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
-# What python_call() returns.
-_CALL = re.compile(r'(?<=^llm = )LLM\("(?:[^"\\]|\\.)*"(?:, revision="[^"]*")?', re.MULTILINE)
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # libyaml's parser is ten times as fast, but not always installed.
 _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -304,7 +302,6 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     first = pattern.search(block[0])
     commands = pattern.sub(lambda match: f"{match[1]} {serve_argument(repo, revision)}{match[3]}", block[0])
 
-    after = _CALL.sub(lambda _: python_call(repo, revision), card[block.end() : end])
     before = card[start : block.start()]
     if first is not None:
         # The title is the directory's name, unless somebody changed it.
@@ -312,20 +309,7 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
         title = rf"\A(\s*# ){re.escape(name)}$"
         before = re.sub(title, lambda match: f"{match[1]}{repo.rpartition('/')[2]}", before, flags=re.MULTILINE)
 
-    return card[:start] + before + commands + after + card[end:]
-
-
-def python_call(output: str, revision: str | None = None) -> str:
-    """Return the beginning of the call that loads an output with vLLM: 'LLM("org/name", revision="refs/pr/1"'.
-
-    Args:
-        output: directory or repository.
-        revision: revision of the repository; None for main or a directory.
-    """
-    call = f"LLM({json.dumps(output, ensure_ascii=False)}"
-    if revision:
-        call += f", revision={json.dumps(revision)}"
-    return call
+    return card[:start] + before + commands + card[block.end() :]
 
 
 def commands_in(card: str) -> str:

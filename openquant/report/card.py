@@ -2,26 +2,22 @@
 
 It says what changes the output's bytes, and nothing about the machine that made them.
 
-The source's card stands below a heading, with its own headings at lower levels and its relative links made absolute.
-Whatever its text leaves open, such as a fence or `<details>`, closes at its end, and nothing of ours follows it.
+Of the source's card a link stands below a heading, or its text if its repository is not known. Whatever that leaves
+open, such as a fence or `<details>`, closes at its end, and nothing of ours follows it.
 """
 
 from __future__ import annotations
 
-import posixpath
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, unquote
 
 import yaml
 
 from ..evaluation import types
 from ..files import cards
-from ..formats.hardware import AMD, GENERATIONS, HARDWARE, arithmetic_on, find_kernel
+from ..formats.hardware import AMD, GENERATIONS, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
-from ..options import CalibrationTexts
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import tokens_of
@@ -31,7 +27,6 @@ from ..plan.serving import FEWEST_TOKENS, Fit, Serving
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, SGLANG, __version__
-from ..weights.statistics import Calibration
 from .cells import (
     count_of,
     dataset_value,
@@ -87,7 +82,9 @@ def model_card(
         linked = None
     card = f"---\n{front}---\n\n{_own_part(plan, name, linked, revision, directory, has_template)}"
 
-    text = source_section(cards.source_text(base), 3, linked, revision, plan.files)
+    text = cards.source_text(base).strip()
+    if text and linked:
+        text = f"[The card of {linked}](https://huggingface.co/{linked}) says more of the model."
     if text:
         card += f"\n{cards.SOURCE_HEADING}\n\n{text}\n"
     return card
@@ -274,29 +271,11 @@ def unquantized_lines(plan: Plan) -> list[str]:
     for line in plan.lines:
         if not line.quantized and len(line.shape) >= 2:
             reasons.setdefault(line.why, []).extend(line.names)
-    quantized = [weight.module for weight, _ in plan.decisions.kinds]
-    return [f"{_join_shortened(collapse(names), quantized)} ({why})" for why, names in reasons.items()]
+    return [f"{list_first(collapse(names), _NAMES)} ({why})" for why, names in reasons.items()]
 
 
-# Names of layers, or of what they are below, that a line of the card has.
+# Names of layers that a line of the card has.
 _NAMES = 3
-
-
-def _join_shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
-    """Join names, or what many names are below if no quantized layer is below that."""
-    if len(names) <= _NAMES:
-        return ", ".join(names)
-    parts = [re.findall(r"(?:\{[^}]*\}|[^.{])+", name) for name in names]
-    common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*parts, strict=False))]
-    towers = dict.fromkeys(re.findall(r"^(?:model\.)?[^.]+", name)[0] for name in names)
-    candidates = [list(towers)]
-    if common:
-        candidates.insert(0, [".".join(common)])
-    for above in candidates:
-        below = tuple(f"{name}." for name in above)
-        if 0 < len(above) <= _NAMES and not any(module.startswith(below) for module in quantized):
-            return f"layers of {_join_names(above)}"
-    return list_first(names, _NAMES)
 
 
 def engines_that_read(plan: Plan) -> str:
@@ -371,17 +350,6 @@ def _flags(plan: Plan, engine: str) -> list[str]:
     return flags
 
 
-def _python_settings(plan: Plan) -> str:
-    """Return vLLM's options as arguments of its class LLM: ", max_model_len=8192"."""
-    settings = ""
-    for flag in _flags(plan, "vLLM"):
-        name, value = flag.removeprefix("--").replace("-", "_").split()
-        if not value.isdecimal():
-            value = f'"{value}"'
-        settings += f", {name}={value}"
-    return settings
-
-
 _MESSAGES = '[{"role": "user", "content": "What is FP8?"}]'
 
 
@@ -391,20 +359,15 @@ def _request(model: Architecture, has_template: bool) -> tuple[str, ...] | None:
     It names no model: vLLM and SGLang then take the one that they serve.
 
     Returns:
-        Its path, its body, and the same as a call of vLLM in Python.
+        Its path and its body.
     """
     if TASK_HEAD in model.keep:
         return None
     if not model.has_head:
-        return "embeddings", '{"input": "FP8"}', 'llm.embed("FP8")[0].outputs.embedding'
+        return "embeddings", '{"input": "FP8"}'
     if has_template:
-        return _text_request("chat/completions", "messages", _MESSAGES, "chat")
-    return _text_request("completions", "prompt", '"The number format FP8 is"', "generate")
-
-
-def _text_request(path: str, key: str, value: str, call: str) -> tuple[str, ...]:
-    body = f'{{"{key}": {value}, "max_tokens": 200}}'
-    return path, body, f"llm.{call}({value}, SamplingParams(max_tokens=200))[0].outputs[0].text"
+        return "chat/completions", f'{{"messages": {_MESSAGES}, "max_tokens": 200}}'
+    return "completions", '{"prompt": "The number format FP8 is", "max_tokens": 200}'
 
 
 def memory_text(output: Serving, fp8: bool) -> str:
@@ -480,22 +443,12 @@ def _join_names(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _range(names: Sequence[str]) -> str:
-    """Name generations of NVIDIA, in their order: "Ada, Hopper and Blackwell", "Turing to Blackwell"."""
-    order = list(GENERATIONS)
-    first = order.index(names[0])
-    last = order.index(names[-1])
-    if len(names) == last - first + 1 > 3:
-        return f"{names[0]} to {names[-1]}"
-    return _join_names(names)
-
-
 def _devices(names: Sequence[str]) -> str:
-    """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
+    """Name hardware, in its order: "NVIDIA Hopper and Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
     shown = [f"AMD {name}" for name in names if name in AMD]
     if nvidia:
-        shown.insert(0, f"NVIDIA {_range(nvidia)}")
+        shown.insert(0, f"NVIDIA {_join_names(nvidia)}")
     if "CPU" in names:
         shown.append("CPUs")
     return _join_names(shown)
@@ -530,12 +483,10 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         origin=origin,
         commit=commit,
         rounded={scheme.rounds_activations for scheme in plan.decisions.schemes},
-        served=_name_engines(computed),
         before=gigabytes(summary.source_bytes(plan)),
         after=gigabytes(summary.output_bytes(plan)),
         commands=serve_commands(plan, directory),
         request=_request(plan.model, has_template),
-        python_call=cards.python_call(directory) + _python_settings(plan),
         serving=summary.serving(plan),
         memory_text=memory_text,
         computed=computed,
@@ -552,16 +503,6 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
     )
 
 
-def _name_engines(computed: Mapping[str, Mapping[str, list[str]]]) -> str:
-    """Say which engines run an output where: "vLLM on NVIDIA Turing and CPUs, and SGLang on NVIDIA Ampere"."""
-    engines_by_devices: dict[str, list[str]] = {}
-    for engine, places in computed.items():
-        names = [name for name in HARDWARE if any(name in names for names in places.values())]
-        if names:
-            engines_by_devices.setdefault(_devices(names), []).append(engine)
-    return ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in engines_by_devices.items())
-
-
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     """Return the command that made an output, without paths of the machine; None if the plan has no recipe."""
     source = cards.serve_argument(model, revision)
@@ -571,126 +512,4 @@ def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     if not recipe:
         return None
 
-    options = recipe["options"]
-    calibration = plan.options.calibration
-    # GPTQ has read texts of its own.
-    if calibration is not None and "calibrate" in options and "gptq" not in options:
-        options = options | {name: value for name, value in _texts_options(calibration).items() if name not in options}
-    return f"openquant compress -m {source} {recipe_command(options)}"
-
-
-def _texts_options(calibration: Calibration) -> dict[str, Any]:
-    """Return the options of the texts that a calibration file was made with, other than the defaults."""
-    texts = calibration.texts
-    found = {
-        "text": [posixpath.basename(name) for name in texts.get("files", ())],
-        "samples": texts.get("documents"),
-        "length": texts.get("length"),
-    }
-    defaults = vars(CalibrationTexts())
-    return {name: value for name, value in found.items() if value and value != defaults[name]}
-
-
-_HEADING = re.compile(r" {0,3}(#{1,6})(?=[ \t]|$)")
-_FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")
-_HTML_HEADING = re.compile(r"(</?h)([1-6])(?=[ \t/>]|$)", re.IGNORECASE)
-# Targets: of a link or picture, in the definition of a reference, and in HTML. Code is skipped.
-_TARGETS = re.compile(
-    r"(?P<code>`[^`]*`)"
-    r"|(?P<link>\]\(\s{0,9}<?)(?P<target>[^\s()<>]+)(?=[>)]|[ \t]{1,9}[\"'(])"
-    r"|(?P<definition>^ {0,3}\[[^\[\]]+\]:[ \t]{0,9}<?)(?P<defined>[^\s<>]+)"
-    r"""|(?P<attribute>\b(?:src|href|poster)=["'])(?P<value>[^"'<>]*)""",
-    re.IGNORECASE,
-)
-_ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*:|[/#?]", re.IGNORECASE)
-_MEDIA = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".avif", ".bmp", ".mp4", ".webm", ".mov", ".mp3", ".wav")
-
-
-def source_section(text: str, level: int, repo: str | None, revision: str | None, files: Container[str]) -> str:
-    """Prepare the text of a source's card for the card of an output.
-
-    Headings get a lower level, all by the same number, so that none is above `level`; a text that has been prepared
-    before stays as it is. Relative links and pictures lead to the source's repository, except for files that the output
-    has too.
-
-    Args:
-        text: the text of README.md without metadata.
-        level: the highest level that a heading may have, such as 3 for "###".
-        repo: the source's repository, such as "org/name"; None if it is not known. Then links stay.
-        revision: the source's commit; None for main.
-        files: names of the files that the output has, relative to its directory.
-
-    Returns:
-        The text, without empty lines around it.
-    """
-    lines = list(_mark_code(text.replace("\r\n", "\n").strip("\n").rstrip()))
-    levels = [found for line, is_code in lines if not is_code for found in _levels(line)]
-    down = max(0, level - min(levels, default=level))
-
-    def link(target: str) -> str:
-        if repo is None:
-            return target
-        return _in_repository(target, repo, revision, files)
-
-    written = []
-    for line, is_code in lines:
-        if not is_code:
-            line = _rewrite_links(_lower_headings(line, down), link)
-        written.append(line)
-    return "\n".join(written)
-
-
-def _mark_code(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield each line, and whether it belongs to a fenced block of code."""
-    fence: str | None = None
-    for line in text.split("\n"):
-        opening = None if fence else _FENCE.match(line)
-        yield line, bool(fence or opening)
-
-        if opening:
-            fence = opening[1]
-        elif fence and re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
-            fence = None
-
-
-def _levels(line: str) -> list[int]:
-    """Return the levels of the headings that begin in a line."""
-    levels = [int(found[2]) for found in _HTML_HEADING.finditer(line)]
-    heading = _HEADING.match(line)
-    if heading:
-        levels.append(len(heading[1]))
-    return levels
-
-
-def _lower_headings(line: str, down: int) -> str:
-    """Return a line with its headings that many levels lower; 6 is the lowest."""
-    line = _HTML_HEADING.sub(lambda match: f"{match[1]}{min(6, int(match[2]) + down)}", line)
-    heading = _HEADING.match(line)
-    if heading is None:
-        return line
-    return line[: heading.start(1)] + "#" * min(6, len(heading[1]) + down) + line[heading.end(1) :]
-
-
-def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
-    def replacement(match: re.Match[str]) -> str:
-        if match["code"]:
-            return match[0]
-        before = match["link"] or match["definition"] or match["attribute"]
-        return before + link(match["target"] or match["defined"] or match["value"])
-
-    return _TARGETS.sub(replacement, line)
-
-
-def _in_repository(target: str, repo: str, revision: str | None, files: Container[str]) -> str:
-    """Return the address of what a relative target names: "https://huggingface.co/org/name/blob/main/LICENSE"."""
-    path = re.split(r"[?#]", target, maxsplit=1)[0]
-    name = posixpath.normpath(unquote(path))
-    if not path or _ABSOLUTE.match(target) or name in files or name.startswith(".."):
-        return target
-    kind = "blob"
-    if path.endswith("/"):
-        kind = "tree"
-    if name.lower().endswith(_MEDIA):
-        kind = "resolve"
-    where = f"https://huggingface.co/{repo}/{kind}/{quote(revision or 'main', safe='')}"
-    return f"{where}/{path.removeprefix('./')}{target[len(path) :]}"
+    return f"openquant compress -m {source} {recipe_command(recipe['options'])}"

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's blue, orange and green.
 OUTPUT = "#0072b2"
 FLOOR = "#e69f00"
-ROUTED = "#009e73"
 # Placeholder for the colour of the page's text, replaced in the SVG.
 _INK = "#010203"
 # In inches: text is still legible when a chart fills the width of a phone.
@@ -84,7 +83,7 @@ def draw_svg(draw: Draw, size: tuple[float, float] = _SIZE, number: int = 0) -> 
             figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = target.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    for name, colour in (("output", OUTPUT), ("floor", FLOOR), ("routed", ROUTED)):
+    for name, colour in (("output", OUTPUT), ("floor", FLOOR)):
         svg = svg.replace(f": {colour}", f": var(--{name}, {colour})")
     return svg
 
@@ -179,49 +178,6 @@ def by_part(evaluation: Mapping[str, Any], parts: str, number: int = 0) -> str:
         axes.set_xlim(left=0)
 
     return draw_svg(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(entries))), number)
-
-
-def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw, by decoder layer, the distance of hidden states and the share of tokens that are routed to other experts.
-
-    Args:
-        evaluation: the content of an eval.json.
-        number: number of the evaluation on its page.
-
-    Returns:
-        An SVG element, "<svg ..>..</svg>".
-    """
-    layers = evaluation["layers"]
-
-    def draw(axes: Axes) -> None:
-        numbers = range(len(layers))
-        axes.plot(numbers, [layer["distance"] for layer in layers], color=OUTPUT, marker=".", label="output")
-
-        floor = [(number, layer["floor"]) for number, layer in enumerate(layers) if layer.get("floor") is not None]
-        if floor:
-            axes.plot(*zip(*floor, strict=True), color=FLOOR, linestyle="--", label="floor")
-
-        routed = [
-            (number, layer["routed_otherwise"])
-            for number, layer in enumerate(layers)
-            if layer.get("routed_otherwise") is not None
-        ]
-        if routed:
-            axes.plot(
-                *zip(*routed, strict=True), color=ROUTED, linestyle=":", marker="x", label="share routed otherwise"
-            )
-
-        if any(layer["distance"] > 0 for layer in layers):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("layer")
-        axes.set_ylabel("relative distance")
-        axes.legend(frameon=False, fontsize=8)
-
-    return draw_svg(draw, number=number)
 
 
 def chart_name(text: str, most: int = 24) -> str:

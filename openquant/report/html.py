@@ -10,9 +10,7 @@ Content-Security-Policy lets no script run but the page's own.
 from __future__ import annotations
 
 import base64
-import difflib
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,8 +23,6 @@ from ..version import __version__, install_hint
 from .cells import fill_template, gigabytes, per_cent, read_part, share_text, shorten, terminal, verdict_meaning
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
-
     from ..fit.table import SearchResult
 
 
@@ -113,7 +109,6 @@ def _render(
         "points": lambda difference: f"{100 * difference:+.1f}",
         "share": share_text,
         "cut": lambda text: shorten(text, MOST_LETTERS),
-        "compared": _mark_differences,
         "verdict_meaning": verdict_meaning,
         "drawn": Markup,
     }
@@ -139,26 +134,6 @@ def _escape_invisible(value: Any) -> Any:
     if type(value) is not str:
         return value
     return terminal(value, kept="\n\t")
-
-
-def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
-    """Return the source's and the output's answer as HTML, with the words marked that only one of them has."""
-    from markupsafe import Markup
-
-    words = [
-        re.findall(r"\s+|[^\s]+", terminal(shorten(text[name], MOST_LETTERS), kept="\n\t"))
-        for name in ("source", "output")
-    ]
-    answers = (Markup(), Markup())
-    mark = Markup("<mark>{}</mark>")
-    same = Markup("{}")
-    for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
-        pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
-        answers = tuple(  # type: ignore[assignment]
-            before + (same if kind == "equal" or not piece else mark).format(piece)
-            for before, piece in zip(answers, pieces, strict=True)
-        )
-    return answers
 
 
 def write_evaluated(

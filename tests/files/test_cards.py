@@ -27,14 +27,11 @@ def test_a_published_card_s_own_commands_and_title_name_the_repository(tmp_path:
     assert text.endswith(f"\n## Model card of the source\n\n{MINE}")
     served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
     assert text.count(served) == 1 and text.count("\n# out\n") == 1
-    assert text.count('\nllm = LLM("out")\n') == 1
     # Commands that somebody else wrote are not ours.
     assert commands_in(text) == served.strip() and commands_in(f"```{served}```") == ""
     on_main = text.replace(served, served.replace(" out\n", " org/name\n")).replace("\n# out\n", "\n# name\n")
-    on_main = on_main.replace('LLM("out")', 'LLM("org/name")')
     assert published_card(text, "org/name", None) == on_main
     in_request = on_main.replace(" org/name\n", " org/name --revision refs/pr/1\n")
-    in_request = in_request.replace('LLM("org/name")', 'LLM("org/name", revision="refs/pr/1")')
     assert published_card(text, "org/name", "refs/pr/1") == in_request
     assert published_card(in_request, "user/another", None) == on_main.replace("org/name", "user/another").replace(
         "# name", "# another"
@@ -84,7 +81,7 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
     text = made(tmp_path, f"---\n{comments}license: mit\n---\n{HOSTILE}")
     assert comments in text.split("---\n")[1]
     own, heading, _ = text.split("---\n", 2)[2].partition("\n## Model card of the source\n")
-    assert heading and "evil" not in own and own.count("```") == 8
+    assert heading and "evil" not in own and own.count("```") == 6
     assert source_of(text) == "| source | source |"
     evaluation = "## Measured against the source\n\n```\nopenquant eval ours\n```\n"
     twice = with_evaluation(with_evaluation(text, evaluation), evaluation)
@@ -98,7 +95,7 @@ def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(tmp_path
     (tmp_path / "out" / "README.md").write_text(with_evaluation(text, evaluation))
     compress(tmp_path / "out", tmp_path / "again", "keep")
     again = (tmp_path / "again" / "README.md").read_text()
-    assert again.endswith("\n\n## Model card of the source\n\n### A model\n\nIt was trained.\n")
+    assert again.endswith("\n\n## Model card of the source\n\n# A model\n\nIt was trained.\n")
     for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
         assert again.count(once) == 1
     assert "Measured" not in again

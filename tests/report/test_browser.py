@@ -34,7 +34,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_it_asks_for_nothing_and_complains_of_nothing(browser: Browser, address: str) -> None:
     browser.see_as(1200, "light")
     browser.open(address)
-    assert browser.value("document.querySelectorAll('svg').length") == 5
+    assert browser.value("document.querySelectorAll('svg').length") == 4
     assert browser.complaints == []
     assert [asked for asked in browser.requests if asked != "data:,"] == [address]
 

@@ -99,7 +99,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
     found["kl"]["interval"] = found["perplexity"]["interval"] = None
     found["kl_histogram"] = {"edges": [1e-8, 1.0], "output": [0.0], "floor": [0.0]}
     text = render_page([found])
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 4
     assert "Texts side by side" not in text
     assert "Suspects" not in text
     assert draw_picture([found])
@@ -107,9 +107,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
 
 def test_what_a_page_says_of_an_evaluation() -> None:
     text = whole_page()
-    # Words that only one answer has are marked.
-    assert "there was a fox that <mark>lived</mark>" in text
-    assert "there was a fox that <mark>slept</mark>" in text
+    assert "there was a fox that lived" in text and "there was a fox that slept" in text
     assert "output, another from token 7 on" in text
     assert "output, the same" in text
     # What models find along a text is no answer.
@@ -146,7 +144,7 @@ def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path
     assert found is not None
     assert found.files == ["eval.json", "eval.html", "eval.png"]
     text = (out / "eval.html").read_text()
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 4
     assert (out / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
