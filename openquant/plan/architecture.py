@@ -624,29 +624,17 @@ class Stored:
         # For each name template, the tensors by the numbers in their names.
         self.by_template: dict[str, dict[tuple[str, ...], TensorInfo]] = {}
         self._found: dict[str, list[tuple[tuple[str, ...], TensorInfo]]] = {}
+
+        is_mtp_layer = mtp_layer_finder(entry.model, dict(text))
         for info in tensors:
+            if is_mtp_layer(info.module):
+                continue
             texts = _NUMBER.split(info.name)
             self.by_template.setdefault("*".join(texts[::2]), {})[tuple(texts[1::2])] = info
 
-        self._drop_mtp_layers(entry.model, text.get(entry.model.draft_layers or ""))
         for layout in entry.model.experts:
             for stacked in layout.stacked:
                 self._stack(entry.model, layout, stacked)
-
-    def _drop_mtp_layers(self, model: Architecture, first: object) -> None:
-        """Leave out the layers from the first that is none of the decoder's, if there is one."""
-        if not isinstance(first, int):
-            return
-        layers = compile_pattern(f"{model.layers}.**")
-        for name, found in list(self.by_template.items()):
-            match = layers.fullmatch(name)
-            if match is None or match[1] != "*":
-                continue
-            place = name[: match.start(1)].count("*")
-            kept = {numbers: info for numbers, info in found.items() if int(numbers[place]) < first}
-            self.by_template[name] = kept
-            if not kept:
-                del self.by_template[name]
 
     def _stack(self, model: Architecture, layout: ExpertLayout, stacked: StackedExperts) -> None:
         """Add the stacks of experts that a conversion has split, as the class has them."""
