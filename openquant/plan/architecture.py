@@ -435,11 +435,9 @@ def sort_tensors(
             layers[item.module] = item
         elif isinstance(item, StackedTensor):
             stacks.append(item)
-
-    for weight in (weight for stack in stacks for weight in stack.layers):
-        if f"{weight.module}.weight" in checkpoint.tensors:
-            shape_errors[f"{weight.module}.weight"] = "is also in the stack of experts"
-        layers[weight.module] = weight
+            layers |= {weight.module: weight for weight in item.layers}
+            names = (f"{weight.module}.weight" for weight in item.layers)
+            shape_errors |= {name: "is also in the stack of experts" for name in names if name in checkpoint.tensors}
 
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:

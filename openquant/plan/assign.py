@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
 from ..formats.schemes import INT8_W8A16, Scheme
-from ..patterns import collapse, compile_pattern, template
+from ..patterns import collapse, compile_pattern
 from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.weight import Weight
 from .architecture import fused_parts, why_indivisible, why_not_reordered
@@ -244,36 +244,31 @@ class DirectoryChoice(LayerChoice):
     """Which layers have which scheme in an existing output directory, to make the same plan again.
 
     Attributes:
-        unquantized: modules that are not quantized. Where all modules of a name template are, the template stands for
-            them: "model.layers.*.mlp.gate".
-        by_name: modules or templates whose scheme is not that of most layers; when fused layers need one scheme, the
-            one that comes first here is chosen.
+        unquantized: modules that are not quantized.
+        by_module: the scheme of each module whose scheme is not that of most layers; when fused layers need one scheme,
+            the one that comes first here is chosen.
     """
 
     unquantized: set[str]
-    by_name: dict[str, Scheme]
+    by_module: dict[str, Scheme]
 
     is_decided: ClassVar[bool] = True
 
     @property
     def schemes(self) -> Collection[Scheme]:
         """The schemes of layers besides the plan's own."""
-        return self.by_name.values()
+        return self.by_module.values()
 
     def is_unquantized(self, module: str) -> bool:
         """Return whether a module is not quantized in the directory."""
-        return module in self.unquantized or template(module) in self.unquantized
+        return module in self.unquantized
 
     def request(self, decisions: Decisions) -> RequestedSchemes:
         """Give layers the schemes that they have in the directory."""
-        ignored = {}
-        mixed = {}
-        for module, layer in decisions.layers.items():
-            if module in self.unquantized or layer.name_template in self.unquantized:
-                ignored[module] = "the directory has it unquantized"
-            for name in (module, layer.name_template):
-                if name in self.by_name:
-                    mixed[module] = self.by_name[name].suffix
+        ignored = {
+            module: "the directory has it unquantized" for module in decisions.layers if module in self.unquantized
+        }
+        mixed = {module: self.by_module[module].suffix for module in decisions.layers if module in self.by_module}
         return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in self.schemes}, copies=True)
 
 

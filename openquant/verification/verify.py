@@ -33,7 +33,7 @@ from ..hub.source import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
 from ..options import Check, verb
-from ..patterns import collapse, template
+from ..patterns import collapse
 from ..plan.architecture import find_architecture, known_architecture, text_config
 from ..plan.assign import DirectoryChoice
 from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
@@ -361,30 +361,18 @@ class _Verification:
         return transforms
 
     def _choice_of_output(self, options: PlanOptions) -> DirectoryChoice:
-        """Which modules, or name templates, are unquantized, and which are stored in another scheme than most."""
-        schemes_of: dict[str, set[Scheme | None]] = {}
-        for weight in self.codes.values():
-            schemes_of.setdefault(template(weight.module), set()).add(self._scheme_of(weight))
-
-        unquantized: set[str] = set()
+        """Which modules are unquantized, and which are stored in another scheme than most."""
         stored = self.headers.stored
-        for info in self.checkpoint.tensors.values():
-            if len(info.shape) > 1 and info.name not in stored and not self.headers.belongs_to_codes(info.name):
-                name = template(info.module)
-                if name in schemes_of:
-                    name = info.module
-                unquantized.add(name)
+        unquantized = {
+            info.module
+            for info in self.checkpoint.tensors.values()
+            if len(info.shape) > 1 and info.name not in stored and not self.headers.belongs_to_codes(info.name)
+        }
 
-        schemes: dict[str, Scheme] = {}
-        for weight in self.codes.values():
-            scheme = self._scheme_of(weight)
-            if scheme is not None and scheme != self.scheme:
-                name = template(weight.module)
-                if len(schemes_of[name]) > 1:
-                    name = weight.module
-                schemes[name] = scheme
+        schemes = {weight.module: self._scheme_of(weight) for weight in self.codes.values()}
+        others = {module: scheme for module, scheme in schemes.items() if scheme is not None and scheme != self.scheme}
 
-        return DirectoryChoice(options, unquantized, schemes)
+        return DirectoryChoice(options, unquantized, others)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
         """Match the output's tensors with the source's, report misfits, and return the unquantized ones with theirs."""
