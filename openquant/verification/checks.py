@@ -368,25 +368,6 @@ def missing_keys(config: Mapping[str, Any], required: Mapping[str, str]) -> list
     ]
 
 
-def without_quantization(config: dict[str, Any], keys: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a config without its quantization_config and compression_config, which have checks of their own.
-
-    Args:
-        config: config.json, parsed; it is not changed.
-        keys: other keys to leave out, at the top and in text_config.
-
-    Returns:
-        A new dictionary.
-    """
-    left_out = ("quantization_config", "compression_config", *keys)
-    remaining = {key: value for key, value in config.items() if key not in left_out}
-    if isinstance(remaining.get("text_config"), dict):
-        remaining["text_config"] = {
-            key: value for key, value in remaining["text_config"].items() if key not in left_out
-        }
-    return remaining
-
-
 def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings: Findings) -> Scheme | None:
     """Check the quantization_config.
 

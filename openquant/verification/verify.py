@@ -42,7 +42,7 @@ from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
 from ..registry.architecture import Architecture, ModuleRules
 from ..result import Reporter, default_reporter, lost_notes, zero_notes
 from ..version import VLLM
-from ..weights.find import decoded_view, with_tool_config
+from ..weights.find import decoded_view, with_tool_config, without_quantization
 from ..weights.weight import Weight, WeightTransforms
 from . import checks
 from .contents import Progress, TensorFindings, TensorTask, read_contents
@@ -302,8 +302,7 @@ class _Verification:
 
     def _compare_config(self, source: Checkpoint) -> None:
         output_config, source_config = (
-            checks.without_quantization(config, self.required_keys)
-            for config in (self.checkpoint.config, source.config)
+            without_quantization(config, self.required_keys) for config in (self.checkpoint.config, source.config)
         )
         if self.ours:
             for difference in checks.config_differences(output_config, source_config):

@@ -331,10 +331,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
 
     _refuse_stray_scales(tensors, weights)
 
-    config = _without_quantization(checkpoint.config)
-    for key, value in config.items():
-        if isinstance(value, dict):
-            config[key] = _without_quantization(value)
+    config = without_quantization(checkpoint.config)
 
     files = {name: size for name, size in checkpoint.files.items() if name not in TOOL_CONFIG_FILES}
     left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
@@ -358,8 +355,22 @@ def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+def without_quantization(config: dict[str, Any], keys: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a config without its quantization_config and compression_config, at the top and in all parts.
+
+    Args:
+        config: config.json, parsed; it is not changed.
+        keys: other keys to leave out in the same places.
+
+    Returns:
+        A new dictionary.
+    """
+    left_out = ("quantization_config", "compression_config", *keys)
+    return {
+        key: without_quantization(value, keys) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in left_out
+    }
 
 
 def _read(checkpoint: Checkpoint) -> Quantization | None:
