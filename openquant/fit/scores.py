@@ -29,8 +29,8 @@ from ..data.corpus import Corpus
 from ..errors import PlanError
 from ..evaluation.as_served import ActivationRounding, QuantizedInputs, inputs_of_experts
 from ..evaluation.kl import DocumentRecord, compare_logits
-from ..formats.format import Group, read_activation_quantization
-from ..formats.kernels import Loops, choose_scales, choose_shared_scale, encode_float32, to_float32
+from ..formats.format import read_activation_quantization
+from ..formats.kernels import Loops, choose_scales, choose_shared_scale
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..streaming.interleaved import ForwardPass, hidden_state, holds_experts, run_interleaved
@@ -509,21 +509,10 @@ def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader)
             require_in_range(weight, group_absmax, scheme, reader.where)
         chosen = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, None, reader.loops)
 
-        scale = _spread(chosen.scale, fmt.group, bits.shape)
-        zero_point = None
-        if chosen.zero_point is not None:
-            zero_point = _spread(chosen.zero_point, fmt.group, bits.shape)
+        # Codes are made as a conversion writes them, and decoded as a reader of its output does.
+        codes = np.empty((len(bits), fmt.number.nbytes(bits.shape[1])), np.uint8)
+        reader.loops.encode_stored(bits, weight.dtype, chosen.scale, fmt.group, codes, fmt.number, chosen.zero_point)
 
-        codes = encode_float32(to_float32(bits, weight.dtype), scale, fmt.number, zero_point)
-        values = fmt.number.decode(codes)
-        if zero_point is not None:
-            values -= zero_point
-        values *= scale
+        values = np.empty(bits.shape, np.float32)
+        reader.loops.decode_rows(codes, fmt.number, chosen.scale, fmt.group, 0, values, chosen.zero_point)
         yield values
-
-
-def _spread(grid: Floats, group: Group, shape: tuple[int, ...]) -> Floats:
-    """Repeat values of groups, [rows / height, cols / width], for each weight of `shape`, [rows, cols]."""
-    rows, cols = shape
-    by_row = np.repeat(grid, group[0] or rows, 0)[:rows]
-    return np.repeat(by_row, group[1] or cols, 1)[:, :cols]
