@@ -99,31 +99,17 @@ class TensorFindings:
     zero_layers: set[str] = field(default_factory=set)
 
 
-def read_contents(
-    checkpoint: Checkpoint,
-    source: Checkpoint | None,
-    tasks: Sequence[TensorTask],
-    workers: int,
-    progress: Progress | None,
-) -> TensorFindings:
-    """Read tensors of a quantized directory and check them: NaN in codes, bad scales, differences from the source.
+class Reading:
+    """Reads tensors of a quantized directory and checks them: NaN in codes, bad scales, differences from the source.
+
+    All threads share the remaining tasks and the findings so far.
 
     Args:
         checkpoint: the opened directory.
         source: the checkpoint it was made from. None is allowed if no task compares with it.
         tasks: the tensors to read, each with what it is compared with.
-        workers: number of threads.
         progress: called with the bytes read so far and the total, never from two threads at once; None to call nothing.
-
-    Returns:
-        Problems, one line each; the quantization error of each layer; and counts of equal tensors and codes. A tensor
-        that cannot be read is a problem.
     """
-    return _Reading(checkpoint, source, tasks, progress).run(workers)
-
-
-class _Reading:
-    """One call of `read_contents`: the remaining tasks and the findings so far, shared by all threads."""
 
     def __init__(
         self, checkpoint: Checkpoint, source: Checkpoint | None, tasks: Sequence[TensorTask], progress: Progress | None
@@ -146,7 +132,15 @@ class _Reading:
         self.findings = TensorFindings()
 
     def run(self, workers: int) -> TensorFindings:
-        """Do all tasks and return what they found. Raises the first error of a worker."""
+        """Do all tasks. Raises the first error of a worker.
+
+        Args:
+            workers: number of threads.
+
+        Returns:
+            Problems, one line each; the quantization error of each layer; and counts of equal tensors and codes. A
+            tensor that cannot be read is a problem.
+        """
         in_threads(self._work, workers, self.stopped)
         self._judge_foreign()
         self.findings.problems = [message for _, message in sorted(self.problems, key=lambda entry: entry[0])]
@@ -205,7 +199,7 @@ class _Reading:
 class _Worker:
     """The readers and buffers of one thread."""
 
-    def __init__(self, reading: _Reading) -> None:
+    def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.checkpoint = reading.checkpoint
         self._place = self.checkpoint.place

@@ -45,7 +45,7 @@ from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config, without_quantization
 from ..weights.weight import Weight, WeightTransforms
 from . import checks
-from .contents import Progress, TensorFindings, TensorTask, read_contents
+from .contents import Progress, Reading, TensorFindings, TensorTask
 from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
@@ -486,7 +486,7 @@ class _Verification:
 
         # Disks read fastest in the order of the files.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
-        self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
+        self.contents = Reading(self.checkpoint, self.source, tasks, progress).run(workers)
         self.problems += self.contents.problems
         self._report_non_finite()
         self._add_contents_notes(len(gptq_rounded))
