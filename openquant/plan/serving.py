@@ -483,16 +483,9 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
     rule = entry.model.windows
     types = config.get(TYPES)
     if isinstance(types, list):
+        keys = {layer: WINDOWED[str(kind)] for layer, kind in enumerate(types) if str(kind) in WINDOWED}
+        return lambda layer: _window(config, keys[layer]) if layer in keys else None
 
-        def window_by_type(layer: int) -> int | None:
-            if layer >= len(types):
-                return None
-            key = WINDOWED.get(str(types[layer]))
-            if key is None:
-                return None
-            return _window(config, key)
-
-        return window_by_type
     if not config.get(rule.size) or config.get("use_sliding_window") is False:
         return lambda _: None
     if entry.model.rest or rule.enabled_by:
