@@ -164,7 +164,6 @@ class _Comparer:
         ]
 
         self._compare_shapes()
-        self.misfits += self.config.find_wrong_lengths()
 
     def _compare_list(self, prefix: str, layers: LayerList) -> tuple[int, bool]:
         """Compare a list of layers. Returns how many tensors it must have, and whether all are lost."""
@@ -177,8 +176,6 @@ class _Comparer:
         if self.is_decoder(f"{prefix}.0"):
             stored_names = [name for name in self.stored.by_template if name.startswith(f"{prefix}.*.")]
             self._compare_unread(stored_names, {f"{prefix}.*.{name}" for kind in kinds for name in kind})
-            if any(".experts" in name for kind in kinds for name in kind):
-                self._compare_dense(prefix, stored)
 
         length = self._length(layers.length, stored)
         fewest = min(sum(map(self._count, kind.values())) for kind in kinds if kind)
@@ -230,15 +227,6 @@ class _Comparer:
             if len(unread) > 4:
                 listed += f" and {len(unread) - 4} more"
             self.misfits.append(f"with it {self.known.name} has no {listed}")
-
-    def _compare_dense(self, prefix: str, stored: _Layers) -> None:
-        """Compare which layers have experts: engines refuse the other kind, or answer without it."""
-        experts = {number for name, found in stored.present.items() if ".experts" in name for number in found}
-        for number in sorted(stored.numbers):
-            said, expected = self.config.find_sparsity(number)
-            if expected is not None and expected != (number in experts):
-                has = "has experts" if number in experts else "has no experts"
-                self.wrong.setdefault(said, {})[f"{prefix}.{number} {has}"] = None
 
     def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
         """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
@@ -632,30 +620,6 @@ class ConfigSizes:
     def has_biases(self) -> bool:
         """Whether config.json turns biases on, under one of the names that engines look at."""
         return any("bias" in key and value is True for key, value in self._text.items())
-
-    def find_sparsity(self, layer: int) -> tuple[str, bool | None]:
-        """Return what Qwen's keys say, and whether a layer has experts; None without them or of draft layers."""
-        text = self._text
-        layers, dense, step = (text.get(key) for key in ("num_hidden_layers", "mlp_only_layers", "decoder_sparse_step"))
-        if not isinstance(dense, list) or type(step) is not int or step < 1 or not text.get("num_experts"):
-            return "", None
-        if type(layers) is not int or layer >= layers:
-            return "", None
-
-        said = f"mlp_only_layers is {short_repr(dense)} and decoder_sparse_step {step}"
-        return said, layer not in dense and (layer + 1) % step == 0
-
-    def find_wrong_lengths(self) -> Iterator[str]:
-        """Lists of the kinds of layers that have not one for each layer: transformers refuses them.
-
-        MTP layers may be in the list too.
-        """
-        layers = self._text.get("num_hidden_layers")
-        mtp_layers = sum(count for key in _MTP_COUNTS if type(count := self._text.get(key)) is int)
-        for key in ("layer_types", "mlp_layer_types"):
-            kinds = self._text.get(key)
-            if isinstance(kinds, list) and type(layers) is int and len(kinds) not in (layers, layers + mtp_layers):
-                yield f"num_hidden_layers is {short_repr(layers)}, and {key} has {len(kinds)}"
 
     def holds(self, conditions: Iterable[tuple[str, bool]]) -> bool:
         """Whether conditions of a rule are met."""
