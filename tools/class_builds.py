@@ -55,8 +55,6 @@ class Structure(NamedTuple):
 # One axis of the tensors under a name template: (prefix of the list or "", element, name template, axis). Axis -1 is
 # the number of tensors; with an empty template, the number of elements of the list.
 Axis = tuple[str, int, str, int]
-# In place of an axis: in how many elements the tensor is.
-OCCURRENCES = -2
 
 
 def build(architecture: str, config: dict[str, Any], published: bool = True) -> dict[str, Shape]:
@@ -189,8 +187,6 @@ class Builds:
         prefix, element, template, number = axis
         if not template:
             return len(structure.lists.get(prefix, ())) or None
-        if number == OCCURRENCES:
-            return sum(template in entries for entries in structure.lists.get(prefix, {}).values())
         entries = structure.lists.get(prefix, {}).get(element, {}) if prefix else structure.outside
         entry = entries.get(template)
         if entry is None or number >= len(entry.shape):

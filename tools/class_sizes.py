@@ -50,16 +50,11 @@ _LENGTHS = {
         "code2wav.decoder": "3+#code2wav_config.upsample_rates",
         "code2wav.upsample": "#code2wav_config.upsampling_ratios",
     },
-    "Emu3ForConditionalGeneration": {
-        f"vqmodel.{part}.time_conv": "~vq_config.temporal_downsample_factor" for part in ("encoder", "decoder")
-    },
     "VibeVoiceAsrForConditionalGeneration": {
         f"{part}_tokenizer_encoder.conv_layers": f"#{part}_tokenizer_encoder_config.downsampling_ratios"
         for part in ("acoustic", "semantic")
     },
 }
-# By list of layers, where in a key's list the number of blocks in the first layer stands.
-_BLOCKS_OF_LAYERS = dict.fromkeys(_LENGTHS["VibeVoiceAsrForConditionalGeneration"], 1)
 # Layers of NemotronH, in a pattern with a letter for each.
 _LETTERS = "M*-E"
 
@@ -216,7 +211,7 @@ class Sizes:
             return self._unknown(axis, value)
         if axis[2] and axis[3] == -1 and isinstance(self.builds.defaults.get(expression), list):
             # Where config.json does not say a list of counts, layers differ by right.
-            return f"{ANY}{expression}@{_BLOCKS_OF_LAYERS.get(axis[0], 0)}"
+            return ANY
         return expression
 
     def _unknown(self, axis: Axis, value: int) -> str:

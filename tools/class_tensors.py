@@ -10,7 +10,6 @@ decides whether a tensor is there. openquant/registry/architecture.py says what 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import transformers
 
-from class_builds import BASE, OCCURRENCES, UNCHECKED, Builds, Changes, Entry, Structure
+from class_builds import BASE, UNCHECKED, Builds, Changes, Entry, Structure
 from class_sizes import Sizes, derived_sizes
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
@@ -29,8 +28,18 @@ from support import small_checkpoints, small_models
 
 # A part that a toggle adds with more tensors outside of lists than this is left out.
 _MOST_ADDED = 100
-# Parts that small models do not have whole, with what config.json says where there is one.
-_SOME = {"Gemma3nForConditionalGeneration": {"model.vision_tower": [["vision_config", True]]}}
+# Of lists of layers, choices between kinds that no key alone makes.
+_CHOICES = {
+    ("Gemma3nForCausalLM", "model.layers"): {
+        "self_attn": ["num_hidden_layers+-1*num_kv_shared_layers<", {"True": [0], "False": [1]}]
+    },
+    ("Gemma3nForConditionalGeneration", "model.language_model.layers"): {
+        "self_attn": [
+            "text_config.num_hidden_layers+-1*text_config.num_kv_shared_layers<",
+            {"True": [0], "False": [1]},
+        ]
+    },
+}
 # Of classes that transformers builds by another's name: what the code beside the published weights says.
 _PUBLISHED_DEFAULTS = {("MiniCPMForCausalLM", "tie_word_embeddings"): True}
 # Tensors that transformers builds in any case, and vLLM (models/radio.py:170) where config.json has this key.
@@ -88,16 +97,13 @@ class Draft:
         keys |= {key for size in data["derived"].values() for key in size.split("/")}
         # The numbers that count or choose layers, where config.json need not say them.
         deciding = [data["sizes"][length] for length, *_ in data["lists"].values()]
-        deciding += [key for _, _, choices, _ in data["lists"].values() for key, _ in choices.values()]
+        deciding += [key for _, _, choices in data["lists"].values() for key, _ in choices.values()]
         for key in sorted(
             {key for text in deciding for key in re.findall(r"[a-zA-Z_][\w.]*", text)} - self.builds.said
         ):
             default = self._default(key)
             if type(default) is int and default > 0:
                 data["derived"].setdefault(key, str(default))
-        data["some"] = _SOME.get(self.architecture, {})
-        for path, _ in itertools.chain(*data["some"].values()):
-            data["defaults"].setdefault(path, self._default(path) is True)
         data["aliases"] = {path: other for path, other in sorted(self.builds.aliases.items()) if path in keys}
         return data
 
@@ -179,7 +185,8 @@ class Draft:
                 count = self._layer_count(prefix) or f"?{prefix}"
             unique = [kind for number, kind in enumerate(kinds) if kind not in kinds[:number]]
             places = [unique.index(kind) for kind in kinds]
-            data["lists"][prefix] = [count, unique, self._choices(prefix, unique, places), self._occurrences(prefix)]
+            choices = self._choices(prefix, unique, places) | _CHOICES.get((self.architecture, prefix), {})
+            data["lists"][prefix] = [count, unique, choices]
         data["outside"] = outside
         data["parts"] = parts_of(self.builds.config)
         data["derived"] = derived_sizes(self.builds)
@@ -270,20 +277,6 @@ class Draft:
     def _names_of(self, prefix: str, numbers: set[int], places: list[int]) -> list[frozenset[str]]:
         """The names of the kinds with these places."""
         return [names for (of, names), number in self.origins.items() if of == prefix and places[number] in numbers]
-
-    def _occurrences(self, prefix: str) -> dict[str, str]:
-        """Find in how many layers the tensors are that not all layers have, where two keys say it."""
-        base = self.builds.structure(BASE)
-        assert base is not None
-        elements = base.lists.get(prefix, {})
-        counts: dict[str, str] = {}
-        for name in sorted({name for entries in elements.values() for name in entries}):
-            if all(name in entries for entries in elements.values()):
-                continue
-            expression = self.sizes.find((prefix, 0, name, OCCURRENCES))
-            if "+" in expression and len(set(re.findall(r"[a-zA-Z_][\w.]*", expression))) == 2:
-                counts[name] = expression
-        return counts
 
     def _layer_count(self, prefix: str) -> str | None:
         """The key that counts the decoder layers, where it cannot be changed alone."""
@@ -406,13 +399,8 @@ def _index_sizes(data: dict[str, Any]) -> None:
 
     data["outside"] = placed(data["outside"])
     data["lists"] = {
-        prefix: [
-            place(length),
-            [placed(kind) for kind in kinds],
-            choices,
-            {name: place(n) for name, n in counts.items()},
-        ]
-        for prefix, (length, kinds, choices, counts) in data["lists"].items()
+        prefix: [place(length), [placed(kind) for kind in kinds], choices]
+        for prefix, (length, kinds, choices) in data["lists"].items()
     }
     data["sizes"] = list(sizes)
 

@@ -671,10 +671,6 @@ class Stored:
         """Whether there is a tensor with this name, or one below a list of layers with this prefix."""
         return template(name) in self.by_template or name in self.prefixes
 
-    def has_below(self, prefix: str) -> bool:
-        """Whether there is a tensor below a module."""
-        return any(name.startswith(f"{prefix}.") for name in self.by_template)
-
     def find(self, pattern: str) -> list[tuple[tuple[str, ...], TensorInfo]]:
         """Find tensors by a name with `*` for some of its numbers; gives the numbers in these places."""
         if pattern not in self._found:

@@ -141,7 +141,7 @@ class _Comparer:
 
         # Files of multimodal models have more than their class.
         if self.entry.model.text_config is None:
-            below = tuple(f"{prefix}." for prefix in (*self.known.lists, *self.known.some))
+            below = tuple(f"{prefix}." for prefix in self.known.lists)
             beside = [name for name in self.stored.by_template if not name.startswith(below)]
             self._compare_unread(beside, self.known.outside)
 
@@ -152,16 +152,8 @@ class _Comparer:
             if is_lost:
                 lost.add(prefix)
 
-        lost_parts = (
-            prefix
-            for prefix, conditions in self.known.some.items()
-            if self.config.holds(conditions) and not self.stored.has_below(prefix)
-        )
-        self.losses = [
-            *(Loss("", None, prefix, 1) for prefix in lost_parts),
-            *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
-            *self.losses,
-        ]
+        outside = [Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)]
+        self.losses = [*outside, *self.losses]
 
         self._compare_shapes()
 
@@ -191,7 +183,7 @@ class _Comparer:
         else:
             absent = (number for number in range(length) if number not in stored.numbers)
             self.losses += [Loss(prefix, number, "", fewest) for number in absent]
-        before = len(self.losses)
+
         for (names, values), numbers in stored.alike(self._values_of(layers, length)).items():
             kind = _closest_kind(kinds, layers, dict(values), names)
             expected = {name: self._count(rule) for name, rule in kind.items()}
@@ -202,8 +194,7 @@ class _Comparer:
                 for number in within
             ]
             self._compare_experts(stored, kind, within)
-        if len(self.losses) == before:
-            self._compare_occurrences(prefix, layers, stored)
+
         return length * fewest, False
 
     def _compare_unread(self, stored_names: Iterable[str], names: Iterable[str]) -> None:
@@ -237,14 +228,6 @@ class _Comparer:
                 values[child] = said
         return values
 
-    def _compare_occurrences(self, prefix: str, layers: LayerList, stored: _Layers) -> None:
-        """Compare in how many layers the tensors are that not all layers have."""
-        for name, expression in layers.occurrences.items():
-            sizes = self.config.size(expression)
-            found = len(stored.present.get(name, ()))
-            if sizes and found < min(sizes):
-                self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
-
     def _count(self, rule: TensorRule) -> int:
         if not rule.repeats:
             return 1
@@ -271,8 +254,8 @@ class _Comparer:
 
     def _count_experts(self, stored: _Layers, name: str, repeats: str, number: int) -> int:
         """How many experts a layer must have; more than config.json counts are a misfit."""
-        if repeats.startswith(ANY):
-            return self.config.of_layer(repeats[1:], number) or self._experts_of(f"{stored.prefix}.{number}", name)
+        if repeats == ANY:
+            return self._experts_of(f"{stored.prefix}.{number}", name)
 
         found = stored.present[name]
         allowed = self.config.size(repeats) or frozenset({max(found.values())})
@@ -571,7 +554,7 @@ def _reason(entry: ModuleRules, path: str) -> str | None:
     return None
 
 
-_KEY = re.compile(r"[#~]?[A-Za-z_][\w.]*")
+_KEY = re.compile(r"#?[A-Za-z_][\w.]*")
 _BY_LAYER = re.compile(r"(.*?)([@<%]?)(\d?)")
 _TIED = "tie_word_embeddings"
 
@@ -596,14 +579,11 @@ class ConfigSizes:
     def value(self, key: str) -> Any:
         """Return the value of a key, nested ones joined by dots; None if config.json does not say it.
 
-        That of "#key" is the length of the list that the key has, that of "~key" its binary logarithm.
+        That of "#key" is the length of the list that the key has.
         """
         if key.startswith("#"):
             elements = self.value(key[1:])
             return len(elements) if isinstance(elements, list) else None
-        if key.startswith("~"):
-            numbers = self.size(key[1:])
-            return max(numbers).bit_length() - 1 if numbers else None
         value = self._find_setting(key)
         if value is None and key in self._known.aliases:
             value = self._find_setting(self._known.aliases[key])
@@ -659,15 +639,6 @@ class ConfigSizes:
             return [str(number % count == 0) for number in range(length)]
         return None
 
-    def of_layer(self, key: str, layer: int) -> int:
-        """Return the number that "key@1" has for a layer: in a list, one place after it; 0 if config.json has none."""
-        path, _, places = key.partition("@")
-        said = self.value(path)
-        if not isinstance(said, list):
-            return 0
-        number = next(iter(said[layer + int(places) :]), 0)
-        return number if type(number) is int else 0
-
     def size(self, expression: str) -> frozenset[int] | None:
         """Return the numbers that a size may be; None if config.json does not say it."""
         if expression not in self._sizes:
@@ -698,7 +669,7 @@ class ConfigSizes:
         """Say what config.json says of a size: "num_attention_heads is 16 and head_dim is 128"."""
         keys: dict[str, None] = {}
         for found in _KEY.findall(expression):
-            key = found.lstrip("#~")
+            key = found.lstrip("#")
             is_derived = self.value(key) is None and key in self._known.derived
             keys |= dict.fromkeys(_KEY.findall(self._known.derived[key]) if is_derived else [key])
         return (

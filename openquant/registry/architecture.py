@@ -15,17 +15,15 @@ class_tensors.jsonl from transformers' own classes. A line has, for Qwen3ForCaus
 
     "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
     "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
-    "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}, {}]}: a LayerList
-    "some":     {"model.vision_tower": [["vision_config", true]]}: parts of which a tensor must be there, if ..
+    "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}]}: a LayerList
     "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
     "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say
     "aliases":  {"num_experts": "num_local_experts"}: other names of keys
     "built":    true: whether transformers builds all of it
 
-A size is a sum of products of keys and numbers, where "#key" is the length of a key's list and "~key" a key's binary
-logarithm, or "?1": one that no key says, which is the same wherever it stands. A number in a name is `*` where
-config.json counts it. "*" is not compared; "*key@1" counts experts or blocks by a list, that of layer 0 second.
+A size is a sum of products of keys and numbers, where "#key" is the length of a key's list, or "?1": one that no key
+says, which is the same wherever it stands. A number in a name is `*` where config.json counts it. "*" is not compared.
 """
 
 from __future__ import annotations
@@ -766,15 +764,13 @@ class LayerList(NamedTuple):
         kinds: for each kind of layer, its tensors by their names below the layer.
         choices: for children of a layer, such as "mlp", a key that says something of each layer, and the places in
             `kinds` of those that each value goes with. "layer_types" is a list with a value for each layer,
-            "moe_layers@1" one of the numbers of some, from 1 on, "dense_layers<" the number of those that come first,
-            and "frequency%" the distance between some.
-        occurrences: for tensors that not all layers have, the size that counts the layers that do.
+            "moe_layers@1" one of the numbers of some, from 1 on, "dense_layers<" the size that counts those that come
+            first, and "frequency%" the distance between some.
     """
 
     length: str
     kinds: tuple[dict[str, TensorRule], ...]
     choices: dict[str, tuple[str, dict[str, list[int]]]]
-    occurrences: dict[str, str]
 
 
 class ClassTensors(NamedTuple):
@@ -784,7 +780,6 @@ class ClassTensors(NamedTuple):
         name: the class.
         outside: tensors outside of all lists, by name.
         lists: lists of layers, by the prefix of their names: "model.layers".
-        some: prefixes below which there must be tensors that are not known by name, each with its conditions.
         defaults: the truth of keys that config.json need not say.
         parts: the model types of the parts of config.json, which may be other models, by the part's key.
         derived: sizes of keys that config.json need not say.
@@ -795,7 +790,6 @@ class ClassTensors(NamedTuple):
     name: str
     outside: dict[str, TensorRule]
     lists: dict[str, LayerList]
-    some: dict[str, tuple[tuple[str, bool], ...]]
     defaults: dict[str, bool]
     parts: dict[str, str]
     derived: dict[str, str]
@@ -826,16 +820,13 @@ def find_class_tensors(name: str) -> ClassTensors | None:
         }
 
     lists = {
-        prefix: LayerList(
-            sizes[length], tuple(map(rules, kinds)), choices, {name: sizes[count] for name, count in counts.items()}
-        )
-        for prefix, (length, kinds, choices, counts) in data["lists"].items()
+        prefix: LayerList(sizes[length], tuple(map(rules, kinds)), choices)
+        for prefix, (length, kinds, choices) in data["lists"].items()
     }
     return ClassTensors(
         name,
         rules(data["outside"]),
         lists,
-        some={prefix: tuple(map(tuple, conditions)) for prefix, conditions in data["some"].items()},
         defaults=data["defaults"],
         parts=data["parts"],
         derived=data["derived"],

@@ -19,13 +19,15 @@ from openquant.registry.architecture import MTP_LAYER, ModuleRules, find_class_t
 from support import small_checkpoints
 from support.representatives import representatives
 
-# What may be lost without a word: parts that transformers does not build.
+# What may be lost without a word: parts that transformers does not build, and the last of layers that no key counts.
 UNNAMED = {
     "AXK1ForCausalLM": r"model\.layers\.0\.post_mlp_layernorm",
     "DeciLMForCausalLM": r"model\.layers\.[0*]\.(self_attn|input_layernorm)",
+    "Emu3ForConditionalGeneration": r"vqmodel\.(en|de)coder\.time_conv\.1",
     "FunASRForConditionalGeneration": r"audio_adaptor\.blocks\.1",
     "IQuestLoopCoderForCausalLM": r"model\.gate_projections\.1",
-    "Gemma3nForConditionalGeneration": r"model\.vision_tower\.timm_model\.",
+    "Gemma3nForConditionalGeneration": r"model\.vision_tower",
+    "VibeVoiceAsrForConditionalGeneration": r".*_tokenizer_encoder\.conv_layers\.\d\.stage\.1",
 }
 
 _OMNI = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration")
