@@ -8,7 +8,7 @@ Engines do not check that in quantized models: vLLM loads one that lacks a layer
 is data (registry/architecture.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
 the same in all tensors that have it.
 
-Last, tokens of a tokenizer that have no row in the input embedding: engines read whatever lies behind it.
+Last, added tokens of a tokenizer that have no row in the input embedding: engines read whatever lies behind it.
 """
 
 from __future__ import annotations
@@ -703,21 +703,10 @@ def _factor(factor: str, numbers: Mapping[str, int | float]) -> int | float:
 
 # Text models keep the tokenizer of their multimodal sisters, whose tokens for images they never see.
 _OTHER_MODALITY = re.compile("image|audio|video|vision|speech", re.IGNORECASE)
-# The last token of a vocabulary, which stands before the merges.
-_LAST_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*:\s*(\d{1,9})\s*\}\s*,\s*$')
-_LONGEST_TOKEN = 500
-
-
-class Token(NamedTuple):
-    """A token: its number, its text, and the file that says so."""
-
-    number: int
-    text: str
-    file: str
 
 
 def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo]) -> list[str]:
-    """Compare the largest token of a tokenizer with the rows of the input embedding.
+    """Compare the added tokens of a tokenizer with the rows of the input embedding.
 
     Args:
         root: directory of the checkpoint.
@@ -728,57 +717,34 @@ def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo])
         One sentence if a token has no row; empty if all have one, or if there is no tokenizer.
     """
     try:
-        tokens = [token for token in _tokens(root) if not _OTHER_MODALITY.search(token.text)]
-    except SourceError:
+        file, texts = _read_added_tokens(root)
+    except (SourceError, LookupError, AttributeError, TypeError, ValueError, RecursionError):
         # Damaged files are found by those that read them.
         return []
-    if not tokens:
-        return []
 
-    last = max(tokens)
+    last = max((number for number, text in texts.items() if not _OTHER_MODALITY.search(text)), default=-1)
+
     tables = [info for info in tensors if len(info.shape) == 2 and entry.rule(info.module).keep == EMBEDDING.why]
     table = max(tables, key=lambda info: info.shape[0], default=None)
-    if table is None or last.number < table.shape[0]:
+    if table is None or last < table.shape[0]:
         return []
     return [
-        f"{last.file} does not fit the tensors: token {short_repr(last.text)} has number {last.number}, and "
+        f"{file} does not fit the tensors: token {short_repr(texts[last])} has number {last}, and "
         f"{table.name} is {list(table.shape)}"
     ]
 
 
-def _tokens(root: Path) -> Iterable[Token]:
-    """The added tokens of a tokenizer, and the last one of its vocabulary; of a large file only these are parsed."""
+def _read_added_tokens(root: Path) -> tuple[str, dict[int, str]]:
+    """The file with a tokenizer's added tokens, and their texts by number; of a large file only these are parsed."""
     name = "tokenizer.json"
     if (root / name).is_file():
-        data = read_small(root / name, name, MAX_INDEX)
-        yield from _added_tokens(data, name)
-        end = max(0, data.rfind(b'"merges"'))
-        match = _LAST_TOKEN.search(data[max(0, end - _LONGEST_TOKEN) : end].decode(errors="replace"))
-        if match:
-            yield Token(int(match[2]), json.loads(match[1], strict=False), name)
-        return
+        text = read_small(root / name, name, MAX_INDEX).decode(errors="replace")
+        start = text.index("[", text.index('"added_tokens"'))
+        added, _ = json.JSONDecoder().raw_decode(text, start)
+        return name, {token["id"]: str(token["content"]) for token in added if type(token["id"]) is int}
 
     name = "tokenizer_config.json"
-    if (root / name).is_file():
-        added = parse_json(read_small(root / name, name), name)
-        decoder = config_value(added, "added_tokens_decoder")
-        if not isinstance(decoder, dict):
-            decoder = {}
-        for number, token in decoder.items():
-            if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
-                yield Token(int(number), str(token.get("content")), name)
-
-
-def _added_tokens(data: bytes, name: str) -> Iterable[Token]:
-    start = data.find(b'"added_tokens"')
-    opened = data.find(b"[", start)
-    end = data.find(b'"normalizer"', opened)
-    if start < 0 or opened < 0:
-        return
-    try:
-        added, _ = json.JSONDecoder().raw_decode(data[opened : end if end > 0 else None].decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return
-    for token in added:
-        if isinstance(token, dict) and type(token.get("id")) is int:
-            yield Token(token["id"], str(token.get("content")), name)
+    if not (root / name).is_file():
+        return name, {}
+    decoder = parse_json(read_small(root / name, name), name)["added_tokens_decoder"]
+    return name, {int(number): str(token["content"]) for number, token in decoder.items()}

@@ -226,7 +226,6 @@ def test_tokens_without_a_row_are_noted(source: Path) -> None:
         added = {"added_tokens_decoder": {str(number): {"content": text}}}
         name = "tokenizer_config.json"
         assert notes(name, **added) == (() if fits else (told(name, text, number),))
-    assert notes("tokenizer.json", model={"vocab": {"c": 600}, "merges": []}) == (told("tokenizer.json", "c", 600),)
 
 
 def test_ignore_widens_to_the_joined_set_and_says_so(source: Path, tmp_path: Path) -> None:
