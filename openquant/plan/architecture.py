@@ -49,14 +49,6 @@ from .decisions import FEW_AXES, Item, PassthroughTensor, StackedTensor
 MOST_LAYERS = 10_000
 # The class's own entry if there is one, else the generic one.
 AUTO = "auto"
-# Classes of draft models in vLLM (models/registry.py:625-704) and SGLang (models/llama_eagle.py, dflash.py, *_mtp.py,
-# *_nextn.py). Eagle2_5_VL is none.
-_DRAFT_CLASS = re.compile(
-    r"P?[Ee]agle3?[A-Z].*|.*(?:Eagle3?|NextN|MTP(?:Model)?|DFlash|DSpark|Speculator)|"
-    r".*(?:Medusa|DFlash|DSpark|LiLiCorr|Draft|Assistant|MLPSpeculator|MTP).*(?:Model|ForCausalLM)"
-)
-# Tensors of EAGLE drafts, whose config.json may name the class of a language model.
-_OF_DRAFTS = ("d2t", "t2d", "mask_hidden", "midlayer")
 
 
 def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | None = None) -> Architecture:
@@ -72,14 +64,13 @@ def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | No
         "auto" that of the checkpoint's class, or the generic entry if the class has none.
 
     Raises:
-        PlanError: there is no such entry, or it is a draft model.
+        PlanError: there is no such entry.
     """
     if isinstance(requested, Architecture):
         return requested
     modules = [info.module for info in checkpoint.tensors.values()]
     if requested in MODELS:
         return with_layer_counts(fit_prefix(MODELS[requested], modules), checkpoint)
-    _refuse_draft(checkpoint)
     known = known_architecture(checkpoint)
     if requested == GENERIC.name or (requested == AUTO and known is None):
         return GENERIC
@@ -96,24 +87,6 @@ def known_architecture(checkpoint: Checkpoint) -> Architecture | None:
     """
     modules = [info.module for info in checkpoint.tensors.values()]
     return find_entry(checkpoint.architecture, checkpoint.config, modules)
-
-
-def _refuse_draft(checkpoint: Checkpoint) -> None:
-    """Refuse a draft model. vLLM numbers its layers on from the target's, so that no ignore list can name them
-    (models/llama_eagle3.py:202, 325)."""
-    name = checkpoint.architecture
-    starts = {tensor.partition(".")[0]: tensor for tensor in checkpoint.tensors}
-    found = next((starts[start] for start in _OF_DRAFTS if start in starts), None)
-    if "layers" in starts:
-        found = found or starts.get("fc")
-    if _DRAFT_CLASS.fullmatch(name) is None and found is None:
-        return
-    because = f" ({found})" if found else ""
-    raise PlanError(
-        f"{name} is a draft model for speculative decoding{because}, which is not converted",
-        "convert its target, and serve the draft as it is beside it: vLLM takes it in --speculative-config, SGLang as "
-        "--speculative-draft-model-path",
-    )
 
 
 def _unknown(name: str, checkpoint: Checkpoint) -> PlanError:
