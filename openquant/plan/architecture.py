@@ -340,12 +340,6 @@ def _indivisible_length(
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # How many names an error lists for each problem.
 _MOST_NAMED = 100
-# What stands before all names of a model that DistributedDataParallel, torch.compile or peft wraps.
-_WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
-# Parts that FullyShardedDataParallel and activation checkpointing put into names.
-_WRAPPED = re.compile(r"(?:^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Of a model that peft has wrapped.
-_PEFT = re.compile(r"\.(?:lora_\w+|base_layer|original_module|modules_to_save)\.")
 
 
 def sort_tensors(
@@ -414,8 +408,6 @@ def sort_tensors(
 
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
-        _refuse_unmerged(shape_errors)
-        _refuse_wrapped(checkpoint.tensors)
         _raise_misfits(entry.model, shape_errors)
 
     return items, layers
@@ -467,32 +459,19 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
     return StackedTensor(info, tuple(layers))
 
 
-_RENAME = "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)"
-
-
-def _refuse_wrapped(names: Iterable[str]) -> None:
-    """Refuse names with the prefix of a wrapper, which all of them have, or with the part that FSDP puts into them."""
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in names):
-            raise PlanError(f"all names begin with {prefix}: the wrapped model was saved", _RENAME)
-
-    found = next(filter(None, map(_WRAPPED.search, names)), None)
-    if found is not None:
-        raise PlanError(f"{found.string} has {found[1]} in its name: the wrapped model was saved", _RENAME)
-
-
-def _refuse_unmerged(names: Iterable[str]) -> None:
-    """Refuse a model that peft has wrapped, or that still holds an adapter."""
-    found = next(filter(_PEFT.search, names), None)
-    if found is not None:
-        raise PlanError(
-            f"{found} is of an adapter (peft), which engines do not know in a model",
-            "merge it first (merge_and_unload), then save_pretrained; if it is merged, save without these tensors",
-        )
-
-
 # Of weights in a dtype that is not read.
 _UNREAD = f"not one of {', '.join(SOURCE_DTYPES)}"
+
+
+# What to do about names that a wrapper such as FSDP, DDP or torch.compile, or peft, puts into a model. The last counts.
+_HINTS = {
+    r"^(module|_orig_mod|base_model\.model)\.|(^|\.)_(fsdp|checkpoint)_wrapped_module\.": (
+        "the wrapped model was saved: save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)"
+    ),
+    r"\.(lora_\w+|base_layer|original_module|modules_to_save)\.": (
+        "merge the adapter first (merge_and_unload), then save_pretrained; if it is merged, save without these tensors"
+    ),
+}
 
 
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
@@ -510,6 +489,10 @@ def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
                 "belongs there, leave it as it is with --ignore)"
             )
         problems.append(text)
+
+    for pattern, advice in _HINTS.items():
+        if any(re.search(pattern, name) for name in shape_errors):
+            hint = advice
 
     if all(problem.endswith(_UNREAD) for problem in shape_errors.values()):
         hint = "save the model again in bfloat16"
