@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from ..calibration.smoothing import repeat_smoothing
 from ..errors import PlanError, SourceError, UsageError
@@ -208,7 +207,6 @@ class _Verification:
         """Run all checks: files, config, source, tensors, then scales that layers share."""
         pairs: list[Pair] = []
         self._require_readable()
-        self._open_with_library()
 
         self._check_extra_files()
         self.problems += checks.missing_keys(self.checkpoint.config, self.required_keys)
@@ -250,19 +248,6 @@ class _Verification:
                 # Engines may read a layout that openquant does not read.
                 if not self.as_engines_load:
                     raise UsageError(error.message, error.hint) from None
-
-    def _open_with_library(self) -> None:
-        """Check that the safetensors library, which engines use, opens each shard and finds the same tensors in it."""
-        names_by_shard: dict[str, set[str]] = {shard: set() for shard in self.checkpoint.shards}
-        for name, place in self.checkpoint.where.items():
-            names_by_shard[place.shard].add(name)
-        for shard, names in names_by_shard.items():
-            try:
-                with safe_open(self.checkpoint.root / shard, framework="np") as file:
-                    if set(file.keys()) != names:
-                        self.problems.append(f"{shard} holds other tensors to the safetensors library")
-            except (SafetensorError, OSError) as error:
-                self.problems.append(f"{shard} cannot be opened with the safetensors library: {error}")
 
     def _check_extra_files(self) -> None:
         """Report files that neither the run nor the source explains."""

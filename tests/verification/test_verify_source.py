@@ -234,27 +234,6 @@ def test_an_adapter_is_a_problem(ours: Path, source: Path) -> None:
     assert found(verify(out, source)) == ((problem,), ())
 
 
-def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """A safetensors file with another header."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = change(data[8 : 8 + length])
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-
-
-METADATA = b'"__metadata__":{"format":"pt"}'
-
-
-def test_a_header_that_only_the_safetensors_library_refuses(ours: Path, source: Path) -> None:
-    rewritten(ours / ONE, lambda text: text.replace(METADATA, METADATA + b"," + METADATA))
-    for report in (verify(ours), verify(ours, source, full=True)):
-        (problem,) = report.problems
-        assert problem.startswith(
-            f"{ONE} cannot be opened with the safetensors library: "
-            "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"
-        )
-
-
 # Codes and scales made again.
 
 
