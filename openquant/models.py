@@ -20,6 +20,7 @@ from .registry.parts import (
     IGNORED_CACHE_SCALES,
     MLP,
     NO_CLASS,
+    UNREAD_BY_TRANSFORMERS,
     LayerPart,
     gated_mlp,
     model,
@@ -30,6 +31,7 @@ MODELS: dict[str, Architecture] = {
     entry.name: replace(
         entry,
         embedding=EMBEDDINGS.get(entry.name),
+        transformers_reads_blocks=entry.name not in UNREAD_BY_TRANSFORMERS,
         sglang=replace(
             entry.sglang,
             refused=(*NO_CLASS.get(entry.name, ()), *entry.sglang.refused),

@@ -175,7 +175,6 @@ DECILM = model(
     "DeciLMForCausalLM",
     ATTENTION,
     MLP,
-    transformers_reads_blocks=False,
     # models/nemotron_nas.py:416 reads an attribute that only the compressed-tensors config has.
     sglang=sglang_refuses("it fails on any file in it", COMPRESSED_LOADS, format="fp8"),
 )
@@ -234,7 +233,6 @@ EXAONE = model(
     keep=(Keep("transformer.wte", "embedding", divided=True),),
     spellings=(("transformer.", "model."),),
     renames=((".attn.attention.", ".self_attn."),),
-    transformers_reads_blocks=False,
 )
 
 # Two stacks of layers, each of which a token runs through several times (vLLM models/hrm_text.py:160-187). A gate, q, k
@@ -260,7 +258,6 @@ HRM_TEXT = model(
     # models/hrm_text.py:470
     renames=((".attn.", ".self_attn."),),
     # transformers splits both fused tensors, which it refuses if anything is quantized.
-    transformers_reads_blocks=False,
 )
 
 # A token runs through all layers twice. The second pass has a sliding window beside the first pass's cache, and a gate
@@ -277,7 +274,6 @@ IQUEST_LOOP = model(
     spellings=(("model.gate_projections.*", "model.gate_projections.*.gate_proj"),),
     # :154
     cache_refused=SEVERAL_CACHES,
-    transformers_reads_blocks=False,
 )
 
 # A gate for each head's output, which has another name in vLLM models/muse_glimmer.py:1430. Three of four layers have
@@ -290,7 +286,6 @@ MUSE_GLIMMER = model(
     renames=((".self_attn.gate_proj", ".self_attn.output_gate_proj"),),
     windows=SlidingWindows(4),
     # transformers has only the wrapper.
-    transformers_reads_blocks=False,
 )
 
 
@@ -362,7 +357,6 @@ INTERNLM2 = model(
     sglang=sglang_refuses(
         "it fails on scales that are not by row, as it sorts them", "--scheme channel loads", scales="not by row"
     ),
-    transformers_reads_blocks=False,
 )
 
 # q, k and v follow one another. Files of GLM-4V have the same class names; only their vision_config tells them apart.
@@ -383,7 +377,6 @@ CHATGLM = model(
         Keep("transformer.vision.**", TOWER),
     ),
     head_refused="it is called output_layer",
-    transformers_reads_blocks=False,
 )
 
 # Run by vLLM's Transformers backend, which divides its attention, but not its MLP, for which it has no tensor-parallel
@@ -421,7 +414,6 @@ TELECHAT2 = model(
     layers="transformer.h.*",
     keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
     renames=((".self_attention.dense", ".self_attention.o_proj"),),
-    transformers_reads_blocks=False,
 )
 
 ENTRIES = (
@@ -459,7 +451,7 @@ ENTRIES = (
     EXAONE,
     STABLELM,
     # models/orion.py has no packed_modules_mapping either; transformers has no such class.
-    replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),
+    replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES),
     GEMMA4,
     GEMMA3N,
     FALCON,

@@ -97,12 +97,10 @@ GRANITE_EXPERTS = routed_experts(
     router=".block_sparse_moe.router.layer",
 )
 # transformers loads stacked experts only.
-GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
+GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS)
 # The shared expert has gate and up in one tensor too.
 GRANITE_SHARED = plain(".shared_mlp", "input_linear", "output_linear", GATE_UP)
-GRANITE_MOE_SHARED = model(
-    "GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED, transformers_reads_blocks=False
-)
+GRANITE_MOE_SHARED = model("GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED)
 # The same with experts as in transformers 5: gate and up in one stack.
 GRANITE_MOE_SWA = model(
     "GraniteMoeSWAForCausalLM",
@@ -113,7 +111,6 @@ GRANITE_MOE_SWA = model(
         router=".block_sparse_moe.router",
     ),
     GRANITE_SHARED,
-    transformers_reads_blocks=False,
     windows=SlidingWindows(4, first=True),
 )
 
@@ -125,7 +122,6 @@ HUNYUAN_MOE = model(
     gated_mlp(".mlp.shared_mlp"),
     routed_experts(".mlp.experts", router=".mlp.gate.wg"),
     # Not as close as the others.
-    transformers_reads_blocks=False,
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS),
 )
 
@@ -138,7 +134,6 @@ DEEPSEEK = model(
     ROUTED,
     # vLLM models/deepseek_v2.py:187-203.
     nameless=(".self_attn.*",),
-    transformers_reads_blocks=False,
     # SGLang models/deepseek.py:166 packs the codes of all experts into one tensor and passes no scale on (:215).
     # Its load_weights requires a parameter for every name (:515).
     sglang=SGLangLimits(plain=(".mlp.experts.**",), cache=NO_CACHE),
@@ -244,7 +239,6 @@ LLAMA4 = model(
         router=".feed_forward.router",
     ),
     # transformers 5.19 does not find split experts and initializes new ones.
-    transformers_reads_blocks=False,
     # vLLM models/llama4.py:805-844, for its rotary embedding.
     reordered=(".self_attn.{q,k}_proj",),
     sglang=SCALES_LOST,
@@ -264,7 +258,6 @@ BAILING_MOE_V2 = model(
     cache_refused=NAMELESS_CACHE,
     # :560
     head_refused="engines divide its columns by their length where config.json has norm_head",
-    transformers_reads_blocks=False,
 )
 
 
@@ -370,7 +363,6 @@ DEEPSEEK_V4 = model(
     renames=((".shared_experts.w2", ".shared_experts.down_proj"),),
     # models/deepseek_v4/nvidia/model.py:1831 builds it without a quantization.
     head_refused=BUILT_UNQUANTIZED,
-    transformers_reads_blocks=False,
     # models/deepseek_v4/attention.py:93
     cache_refused=f"{VLLM} has scales of its own in its cache, which is in FP8 as it is",
     refused=(
@@ -410,7 +402,6 @@ HY_V4 = model(
             for scheme, format in (("tensor", "fp8"), (None, "compressed-tensors"))
         )
     ),
-    transformers_reads_blocks=False,
 )
 
 # Each layer has two numbered attentions and MLPs. Some experts are identities, without weights.
@@ -437,7 +428,6 @@ LONGCAT = model(
         (f"{LONGCAT_DRAFT}eh_proj", "eh_proj"),
     ),
     # transformers modeling_longcat_flash.py:170 requires rows of gate and up for the identity experts too.
-    transformers_reads_blocks=False,
 )
 
 # vLLM models/minicpm3.py:88 fuses nothing, builds q_a_proj without a name, and caches keys and values of every head:

@@ -229,7 +229,6 @@ GLM5_NEXT = model(
     ROUTED,
     draft_layers="num_hidden_layers",
     # transformers has only the wrapper, whose logits are not as close as those of others.
-    transformers_reads_blocks=False,
 )
 
 # in_proj holds five parts, each of which vLLM divides by its own rule (layers/mamba/mamba_mixer2.py).
@@ -255,7 +254,6 @@ GRANITE_HYBRID = model(
     GRANITE_SHARED,
     # vLLM models/granitemoehybrid.py looks up its linears by this name.
     renames=((".mamba.", ".mixer."),),
-    transformers_reads_blocks=False,
     sglang=SGLangLimits(
         (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
         # SGLang models/granitemoehybrid.py:644 passes an argument that no loader of experts takes.
@@ -420,7 +418,6 @@ BAILING_MOE_LINEAR = model(
         (".attention.query_key_value", ".attention.qkv_proj"),
         (".attention.g_proj", ".attention.output_gate"),
     ),
-    transformers_reads_blocks=False,
     sglang=SGLangLimits(
         # SGLang models/bailing_moe_linear.py:1533 concatenates all tensors of q_a_proj and kv_a_proj_with_mqa.
         (Refusal("tensor", None, "it puts the single scales of two projections end to end", "--scheme channel loads"),),
@@ -452,7 +449,6 @@ BAILING_MOE_V3 = model(
     keep=(Keep("model.word_embeddings", "embedding", divided=True),),
     draft_layers="num_hidden_layers",
     renames=((".attention.", ".self_attn."),),
-    transformers_reads_blocks=False,
     # models/kimi_linear.py:294
     sglang=sglang_refuses("it builds b_proj without quantization, which vLLM fuses with q, k, v"),
 )
@@ -516,7 +512,6 @@ STEP3P5 = model(
     draft_layers="num_hidden_layers",
     # models/step3p5.py:890
     renames=((".share_expert.", ".moe.share_expert."),),
-    transformers_reads_blocks=False,
 )
 # Files use one of two spellings for all names. vLLM builds the tower with quant_config, under other names
 # (models/step3p7.py:34), and before the language model defines the members of qkv_proj.
@@ -555,7 +550,6 @@ KIMI_VL = wrap(
     "multi_modal_projector",
     layers="language_model.model.layers.*",
     # transformers has no such class.
-    transformers_reads_blocks=False,
     # SGLang models/kimi_vl.py:168
     sglang=DEEPSEEK_V3.sglang,
 )
@@ -586,7 +580,6 @@ MINIMAX_M3 = model(
             None, None, f"{VLLM} has no place for a single scale of its index", "use --scheme channel", scales="single"
         ),
     ),
-    transformers_reads_blocks=False,
     # models/minimax_m3/nvidia/model.py:401 registers its cache itself.
     cache_refused=f"{VLLM} gives its sparse attention none",
 )
@@ -607,7 +600,7 @@ ENTRIES = (
     LFM2_MOE,
     NEMOTRON_H,
     # Its layers have different sizes; only its own code reads its config.json.
-    replace(NEMOTRON_H, name="NemotronHPuzzleForCausalLM", transformers_reads_blocks=False),
+    replace(NEMOTRON_H, name="NemotronHPuzzleForCausalLM"),
     BAILING_MOE_LINEAR,
     BAILING_MOE_V3,
     MIMO_V2_FLASH,

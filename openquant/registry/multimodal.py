@@ -97,7 +97,6 @@ DIFFUSION_GEMMA = wrap(
     ),
     towers=("vision_tower", "embed_vision"),
     # transformers loads stacked experts only, and so does SGLang (models/gemma4_diffusion.py:615).
-    transformers_reads_blocks=False,
     sglang=SGLangLimits(experts="it silently drops experts that are not stacked"),
 )
 DIFFUSION_GEMMA = replace(
@@ -137,7 +136,6 @@ QWEN3_VL_MOE = wrap(
     "Qwen3VLMoeForConditionalGeneration",
     QWEN_VISION,
     sglang=RENAMED,
-    transformers_reads_blocks=False,
 )
 
 # vLLM models/mllama4.py has no name mapper: it loads and looks up these names only.
@@ -214,7 +212,6 @@ FUN_ASR = wrap(
     layers="llm.model.layers.*",
     text_config=None,
     # transformers has the class under other names (fun_asr_nano).
-    transformers_reads_blocks=False,
 )
 PADDLE_OCR = wrap(
     replace(
@@ -235,7 +232,6 @@ QIANFAN = wrap(
     "mlp1",
     layers="language_model.model.layers.*",
     # transformers splits the tower's qkv, which it refuses if anything is quantized.
-    transformers_reads_blocks=False,
 )
 # vLLM serves the thinker, without the talker (models/qwen3_omni_moe_thinker.py:1635), and builds the towers without
 # "thinker.".
@@ -249,7 +245,6 @@ QWEN2_5_OMNI = wrap(
     layers="thinker.model.layers.*",
     text_config="thinker_config.text_config",
     towers=OMNI_TOWERS,
-    transformers_reads_blocks=False,
 )
 QWEN3_OMNI = wrap(
     QWEN3_MOE,
@@ -263,7 +258,6 @@ QWEN3_OMNI = wrap(
     # models/qwen3_omni_moe_thinker.py:1152
     head_refused=NAMELESS_HEAD,
     sglang=sglang_refuses("it quantizes the towers, which it looks up by names not in the list"),
-    transformers_reads_blocks=False,
 )
 # Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
 QWEN3_ASR = wrap(
@@ -274,7 +268,6 @@ QWEN3_ASR = wrap(
     text_config="thinker_config.text_config",
     towers=("audio_tower",),
     # transformers uses the names of newer files, without "thinker.".
-    transformers_reads_blocks=False,
 )
 # vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and its Whisper layers one level
 # deeper (models/whisper.py:524-538).
@@ -290,7 +283,6 @@ MOSS = wrap(
         tuple(f"{layer}.{path}" for layer, path in zip(MOSS_TOWER, ("fc", "mlp.fc"), strict=True)),
     ),
     # transformers uses the names of newer files.
-    transformers_reads_blocks=False,
 )
 # vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
 HCX_VISION = wrap(
@@ -300,7 +292,6 @@ HCX_VISION = wrap(
     layers="model.language_model.model.layers.*",
     spellings=(("model.language_model.", "language_model."), ("model.vision_model.", "visual.")),
     # transformers has another name for the projector in files (conversion_mapping.py:1651).
-    transformers_reads_blocks=False,
 )
 # q, k and v are one tensor, as are up and gate; vLLM gives them other names (models/molmo2.py:2305-2333). It builds all
 # layers of the language model without names (models/molmo2.py:894-950, 1018-1034).
@@ -342,7 +333,6 @@ MOLMO2 = wrap(
         ),
     ),
     # transformers splits these tensors, which it refuses if anything is quantized.
-    transformers_reads_blocks=False,
 )
 # DeepSeek V2 with ordinary attention, which vLLM builds without a name (models/deepseek_v2.py:187). Its wrapper has no
 # packed_modules_mapping, and other names for the layers of its tower (models/deepencoder.py:820).
@@ -365,7 +355,6 @@ DEEPSEEK_OCR = wrap(
         ("lm_head", "language_model.lm_head"),
     ),
     # transformers has the class under other names (unlimited_ocr, deepseek_ocr2), with stacked experts.
-    transformers_reads_blocks=False,
 )
 # Experts [E, H, 2I] and [E, I, H]. vLLM takes gate_up_proj as the name of gate and of up (models/llama.py:354) and
 # halves each tensor of that name (layers/fused_moe/routed_experts.py:1053), so they stay one tensor, whose scales must
@@ -403,7 +392,6 @@ ARIA = wrap(
     "AriaForConditionalGeneration",
     *PROJECTED,
     spellings=(LANGUAGE_MODEL,),
-    transformers_reads_blocks=False,
 )
 # The first half of the experts is for text, the second half, of smaller ones, for images. Each half has its own router,
 # and in vLLM its own name (models/ernie45_vl_moe.py:243).
@@ -413,7 +401,6 @@ ERNIE_VL = wrap(
     "vision_model",
     "resampler_model",
     layers="model.layers.*",
-    transformers_reads_blocks=False,
     renames=tuple(
         (f".mlp.{part}", f".mlp.{half}_experts{end}")
         for part, end in (("experts", ""), ("gate", "_gate"))
@@ -566,7 +553,6 @@ ENTRIES = (
         "MuseGlimmerForConditionalGeneration",
         *("vision_tower", "vision_adapter", "vision_projection"),
         layers="model.language_model.layers.*",
-        transformers_reads_blocks=True,
     ),
     GEMMA3_WRAPPED,
     GEMMA3N_WRAPPED,

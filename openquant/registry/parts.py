@@ -381,6 +381,24 @@ def _classes(ending: str, bodies: str) -> list[str]:
     return [body + ending for body in bodies.split()]
 
 
+# transformers cannot load their 128x128 block outputs: it lacks the class, or uses other names.
+UNREAD_BY_TRANSFORMERS = (
+    *_classes(
+        "ForCausalLM",
+        "DeciLM HrmText IQuestLoopCoder MuseGlimmer Exaone Orion InternLM2 GLM4V TeleChat2 Deepseek GraniteMoe "
+        "GraniteMoeShared GraniteMoeSWA HunYuanMoEV1 Llama4 BailingMoeV2 BailingMoe LongcatFlash DeepseekV4 HYV4 "
+        "GraniteMoeHybrid Glm5Next NemotronHPuzzle BailingMoeV2_5 BailingMoeV3 Step3p5 HCXVisionV2 DeepseekOCR "
+        "DeepseekOCR2 UnlimitedOCR",
+    ),
+    *_classes(
+        "ForConditionalGeneration",
+        "ChatGLM Step3p7 KimiVL MiniMaxM3Sparse FunASR QianfanOCR Qwen2_5Omni Qwen3OmniMoe Qwen3ASR Aria "
+        "MossTranscribeDiarize Molmo2 Ernie4_5_VLMoe Qwen3VLMoe Glm5Next Llama4",
+    ),
+    *("ChatGLMModel", "InternVLChatModel", "Qwen2_5OmniModel", "Qwen3ASRRealtimeGeneration"),
+    "DiffusionGemmaForBlockDiffusion",
+)
+
 # How vLLM finds the scheme of an input embedding. It builds those of all other classes without a quantization. Asked of
 # vLLM itself.
 BY_NAME = (
