@@ -187,8 +187,13 @@ def load_tokenizer(directory: Path, where: str | None = None, like: Tokenizer | 
     if like is not None and like.digest == digest.hexdigest():
         return replace(like, where=where)
 
-    template = _template(files)
     inner = _load(directory, files, where)
+    # Engines and the processors of transformers read chat_template.json too.
+    template: Any = inner.chat_template or _object(files, "chat_template.json").get("chat_template")
+    if isinstance(template, dict):
+        # Several named templates, such as for tool use and for RAG.
+        template = template.get("default")
+
     text = _encode(inner, "a", where, special=False)
     added = _encode(inner, "a", where)
     prefix = next((added[:at] for at in range(len(added)) if added[at : at + len(text)] == text), [])
@@ -212,24 +217,6 @@ def _object(files: dict[str, bytes], name: str) -> dict[str, Any]:
     return settings
 
 
-def _template(files: dict[str, bytes]) -> str | None:
-    """The chat template, from any of the files that transformers and engines read one from; None without one."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        template = _object(files, name).get("chat_template")
-        if isinstance(template, list):
-            # Several named templates, such as for tool use and for RAG.
-            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-            template = named.get("default")
-
-        if isinstance(template, str):
-            return template
-
-    return None
-
-
 def _load(directory: Path, files: dict[str, bytes], where: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -237,8 +224,7 @@ def _load(directory: Path, files: dict[str, bytes], where: str) -> PreTrainedTok
         for name, data in files.items():
             if name in _CONFIGS:
                 data = json.dumps(_safe_settings(_object(files, name))).encode()
-            if name not in TEMPLATES:
-                (Path(folder) / name).write_bytes(data)
+            (Path(folder) / name).write_bytes(data)
         config = _safe_settings(read_config(directory))
         config = {key: config[key] for key in _CONFIG_KEYS if isinstance(config.get(key), str)}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -252,12 +238,12 @@ def _load(directory: Path, files: dict[str, bytes], where: str) -> PreTrainedTok
 
 
 def _safe_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a tokenizer without code, file names (which transformers would open) and templates."""
+    """Settings of a tokenizer without code and file names, which transformers would open."""
     return {
         key: value
         for key, value in settings.items()
         if not key.endswith(("_file", "_files", "_path"))
-        and key not in ("auto_map", "init_inputs", "chat_template", "subfolder", "revision", "trust_remote_code")
+        and key not in ("auto_map", "init_inputs", "subfolder", "revision", "trust_remote_code")
     }
 
 
