@@ -1101,39 +1101,6 @@ def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in options_of(kind) if name in values}
 
 
-# Options that name input files, and what messages call those files.
-_READ = {
-    "text": "a text",
-    "prompts": "the prompts",
-    "tasks": "a task",
-    "dataset": "the dataset",
-    "calibration": "the calibration",
-    "recipe": "the recipe",
-}
-
-
-def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Return the paths that options name as something to read.
-
-    Args:
-        values: values of options, by the names of their fields; a list or tuple is several paths, None is none. Only
-            text, prompts, tasks, dataset, calibration and recipe are looked at.
-
-    Returns:
-        Each path with what messages call it: [(Path("wiki.txt"), "a text")]. A dataset is named without its subset and
-        split. It may be a directory, or a name on the Hub, which then stands as a path too. Paths may be missing.
-    """
-    files = []
-    for name, what in _READ.items():
-        value = values.get(name)
-        if value is None:
-            continue
-        paths = value if isinstance(value, (list, tuple)) else [value]
-        # The subset and split of a dataset follow its name.
-        files += [(Path(str(path).partition(":")[0] if name == "dataset" else path), what) for path in paths]
-    return files
-
-
 # What a caller may give for an option that is kept in another form.
 _TAKEN = {
     "group_size": "GroupSize | None",

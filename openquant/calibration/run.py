@@ -28,13 +28,13 @@ from ..convert.conversion import ShardProvider, loops
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.destination import Destination, Needs, require_space, taken_by
+from ..files.destination import Destination, Needs, require_space
 from ..files.shardfile import LayerStore
 from ..formats.numbers import Floats
-from ..hub.source import Source, model_folder, supply_shards
+from ..hub.source import Source, supply_shards
 from ..job import Job, Opened, claim_of, connect_ranks, open_source
 from ..machine import COMPILED_MEMORY, resident
-from ..options import Calibrate, CalibrationTexts, Recipe, Run, files_read, values_for, verb
+from ..options import Calibrate, CalibrationTexts, Recipe, Run, values_for, verb
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions, rounded_bytes
@@ -99,9 +99,12 @@ def _check_inputs(
 
     # An older calibration of the same model is replaced, with `overwrite` that of any.
     kind = calibrations(None if options.overwrite else opened.fingerprint().matches)
-    taken = taken_by([model_folder(options.model)], files_read(vars(texts)))
-    target = Destination(path, option, kind, taken, elsewhere="name another file with -o")
+    target = Destination(path, option, kind, elsewhere="name another file with -o")
     target.require()
+    # An engine would load it as a shard of the model.
+    if path.resolve().parent == source.root.resolve():
+        raise UsageError(f"{target.title} lies in the model {source.root}", target.elsewhere)
+
     memory_left(options.max_memory, memory.calibration_steps(opened.checkpoint, texts.length))
     return opened, read_texts(source, opened.checkpoint, texts, ranks), target
 
@@ -137,8 +140,7 @@ def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
     """
     run = job.run
     path = calibration_path(job.source, job.target)
-    taken = taken_by([model_folder(run.model)], files_read(vars(texts)), [job.target])
-    target = Destination(path, "", calibrations(), taken, elsewhere="name another output with -o")
+    target = Destination(path, "", calibrations(), elsewhere="name another output with -o")
     target.require()
 
     corpus = read_texts(job.source, job.checkpoint, texts, job.ranks)

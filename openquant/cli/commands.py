@@ -20,7 +20,7 @@ from .arguments import Parser, compress_parser, verb_parser
 if TYPE_CHECKING:
     from ..distributed import Ranks
     from ..evaluation.results import Evaluation
-    from ..files.destination import Destination
+    from ..files.destination import Destination, FileKind
     from ..result import Result
 
 EXIT_PROBLEMS = 1
@@ -324,20 +324,12 @@ def _fit(call: Call) -> int:
 
 
 def _search(call: Call) -> int:
-    from ..files.destination import Destination, taken_by
     from ..fit.run import search_mixtures
-    from ..hub.source import model_folder
     from ..report.fit import frontier_text
-    from ..report.html import PAGE, render_frontier, require_tools
+    from ..report.html import PAGE, render_frontier
 
     command = call.command
-    page = None
-    if command.report is not None:
-        require_tools("--report")
-        taken = taken_by([model_folder(call.given["model"])], options.files_read(call.given))
-        page = Destination(Path(command.report), "--report", PAGE, taken)
-        page.require()
-
+    page = _destination("--report", command.report, PAGE)
     with closing(console.Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(options.Search), reporter=reporter)
     console.require_printed(reporter.failure)
@@ -363,17 +355,17 @@ def _calibrate(call: Call) -> int:
 
 def _eval(call: Call) -> int:
     from ..evaluation.run import evaluate
+    from ..report.html import PAGE, PICTURE, write_evaluated
 
     chosen = options.Evaluate(**call.values(options.Evaluate))
-    page, figure = _find_page_and_figure(call, chosen)
+    page = _destination("--report", call.command.report, PAGE)
+    figure = _destination("--figure", call.command.figure, PICTURE)
     with closing(_Figures(call)) as reporter:
         evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if reporter.unprinted is not None:
         raise reporter.unprinted
 
     if call.ranks.first and (page is not None or figure is not None):
-        from ..report.html import write_evaluated
-
         write_evaluated(evaluation.outputs, page, figure)
     if call.ranks.first:
         call.say_written(*evaluation.written, page, figure)
@@ -420,35 +412,17 @@ def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     return EXIT_PROBLEMS if above else 0
 
 
-def _find_page_and_figure(call: Call, chosen: options.Evaluate) -> tuple[Destination | None, Destination | None]:
-    """Return the page and the figure of eval after checking that they can be written; None if not asked for.
+def _destination(option: str, name: str | None, kind: FileKind) -> Destination | None:
+    """Return where a page or a figure goes, after checking that it can be written; None if it is not asked for."""
+    from ..files.destination import Destination
+    from ..report.html import require_tools
 
-    Raises:
-        UsageError: one cannot be written, or would overwrite something.
-    """
-    command = call.command
-    if command.report is None and command.figure is None:
-        return None, None
-
-    from ..evaluation.run import local_output, taken_by_evaluation
-    from ..files.cards import EVALUATION
-    from ..files.destination import Destination, require_all
-    from ..report.html import PAGE, PICTURE, require_tools
-
-    taken = taken_by_evaluation(chosen, options.Texts(**call.values(options.Texts)))
-    beside = local_output(chosen)
-    kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
-    names = zip(kinds, (chosen.out, command.report, command.figure), strict=True)
-    destinations = {
-        option: Destination(Path(name), option, kinds[option], taken, beside)
-        for option, name in names
-        if name is not None
-    }
-    for option in ("--report", "--figure"):
-        if option in destinations:
-            require_tools(option)
-    require_all(list(destinations.values()))
-    return destinations.get("--report"), destinations.get("--figure")
+    if name is None:
+        return None
+    require_tools(option)
+    file = Destination(Path(name), option, kind)
+    file.require()
+    return file
 
 
 def _verify(call: Call) -> int:

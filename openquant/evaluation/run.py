@@ -21,11 +21,11 @@ from ..data.tokenizer import Tokenizer
 from ..distributed import Ranks
 from ..files.cards import EVALUATION
 from ..files.checkpoint import Checkpoint
-from ..files.destination import Destination, Taken, taken_by
+from ..files.destination import Destination
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
-from ..hub.source import Source, find_source, model_folder
+from ..hub.source import Source, find_source
 from ..machine import find_device
-from ..options import Evaluate, Texts, files_read, verb
+from ..options import Evaluate, Texts, verb
 from ..plan.architecture import known_architecture
 from ..result import Reporter, default_reporter
 from ..streaming import session
@@ -112,7 +112,7 @@ def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     """Open all models, read texts and tasks, and refuse what cannot be done, before anything is computed or written."""
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
     checkpoints = [model.open() for model in models]
-    files = _destinations(options, texts, models[1:]) if ranks.first else []
+    files = _destinations(options, models[1:]) if ranks.first else []
     names = [model.repo or model.name for model in models]
     memory_left(options.max_memory, evaluation_steps(list(zip(names, checkpoints, strict=True)), texts.length))
 
@@ -247,7 +247,7 @@ def _scratch_directory(options: Evaluate, models: Sequence[Source]) -> Path:
     return next((output.root.parent for output in models[1:] if output.repo is None), Path())
 
 
-def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) -> list[Destination | None]:
+def _destinations(options: Evaluate, outputs: Sequence[Source]) -> list[Destination | None]:
     """Return where the results go: --out, or for each output its eval.json, or None if it is no directory of ours.
 
     The files are checked here, before anything is computed.
@@ -257,16 +257,15 @@ def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) ->
     """
     # Nothing is written into the Hub's cache.
     written = {output.root for output in outputs if output.repo is None and (output.root / JOURNAL_FILE).exists()}
-    taken = taken_by_evaluation(options, texts)
 
-    def check(path: Path, option: str, root: Path | None) -> Destination:
-        destination = Destination(path, option, EVALUATION, taken, root, "name another file with --out")
+    def check(path: Path, option: str) -> Destination:
+        destination = Destination(path, option, EVALUATION, "name another file with --out")
         destination.require()
         return destination
 
     if options.out is not None:
-        return [check(Path(options.out), "--out", local_output(options))]
-    return [check(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs]
+        return [check(Path(options.out), "--out")]
+    return [check(output.root / EVAL_FILE, "") if output.root in written else None for output in outputs]
 
 
 def _write_results(files: Sequence[Destination | None], options: Evaluate, evaluation: Evaluation) -> None:
@@ -278,31 +277,3 @@ def _write_results(files: Sequence[Destination | None], options: Evaluate, evalu
     for file, result in zip(files, results, strict=True):
         if file is not None:
             file.write(f"{json.dumps(result, indent=1, allow_nan=False)}\n".encode())
-
-
-def taken_by_evaluation(options: Evaluate, texts: Texts) -> Taken:
-    """Return the paths that no file of an evaluation may replace: its models and all files that it reads.
-
-    Args:
-        options: options of the evaluation: source, outputs, prompts and so on.
-        texts: options of the texts: files or a dataset.
-
-    Returns:
-        The directories of the models, and the files, each with what messages call it.
-    """
-    models = [model_folder(model) for model in (options.source, *options.outputs)]
-    return taken_by(models, files_read({**vars(options), **vars(texts)}))
-
-
-def local_output(options: Evaluate) -> Path | None:
-    """Return the directory of the output, into which results may be written.
-
-    Args:
-        options: options of the evaluation, with the names of all outputs.
-
-    Returns:
-        The directory; None unless exactly one output is evaluated, and it is local.
-    """
-    if len(options.outputs) != 1 or not Path(options.outputs[0]).is_dir():
-        return None
-    return Path(options.outputs[0])

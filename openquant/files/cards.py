@@ -406,7 +406,7 @@ def _is_evaluation(file: BinaryIO) -> bool:
         return False
 
 
-EVALUATION = FileKind("an evaluation", _is_evaluation, EVAL_FILE)
+EVALUATION = FileKind("an evaluation", _is_evaluation)
 
 
 def evaluation_digest(evaluation: Mapping[str, Any]) -> str:

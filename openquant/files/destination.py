@@ -1,9 +1,8 @@
 """Where a verb may write: what a file must not replace, whole or not at all, room on disks; and the journal of a run.
 
-A page, a picture, a calibration or an evaluation must not replace a part of a model, an input of the run, another file
-that the run writes, or a file of another kind.
+A page, a picture, a calibration or an evaluation replaces only an empty file or one of its kind.
 
-    page = Destination(Path("report.html"), "--report", PAGE, taken_by(models=[Path("Qwen3-8B")]))
+    page = Destination(Path("report.html"), "--report", PAGE)
     page.require()          # before hours of work
     page.write(data)        # after them: checked again, then written whole
 
@@ -33,8 +32,6 @@ from ..errors import OutputError, SourceError, UsageError
 from .model_files import JOURNAL_FILE as JOURNAL
 from .model_files import parse_json, read_small
 
-# Files and directories, each with its name in messages: (Path("wiki.txt"), "a text that this run reads").
-Taken = Sequence[tuple[Path, str]]
 # Directories, which may be missing, each with the bytes that will be written there at the same time.
 Needs = Sequence[tuple[Path, int]]
 
@@ -46,29 +43,10 @@ class FileKind:
     Attributes:
         title: name in messages, such as "a calibration".
         recognizes: returns whether an open file is of this kind. It may raise a UsageError with a better reason.
-        name_in_model: file name in a model's directory; None if it may not lie there.
     """
 
     title: str
     recognizes: Callable[[BinaryIO], bool]
-    name_in_model: str | None = None
-
-
-def taken_by(
-    models: Iterable[Path] = (), inputs: Iterable[tuple[Path, str]] = (), outputs: Iterable[Path] = ()
-) -> Taken:
-    """Return the paths that the files of a run must not replace.
-
-    Args:
-        models: directories of the models that the run reads.
-        inputs: other files and directories that it reads, each with its kind: (Path("wiki.txt"), "a text").
-        outputs: other directories and files that the run writes; they may be missing.
-    """
-    return [
-        *((path, f"the model {path}") for path in models),
-        *((path, f"{what} that this run reads") for path, what in inputs),
-        *((path, f"{path}, which this run writes") for path in outputs),
-    ]
 
 
 @dataclass(frozen=True)
@@ -79,16 +57,12 @@ class Destination:
         path: the file.
         option: command-line option that gave the path, "--report"; empty for a default.
         kind: kind of the file. An existing file is replaced only if it is empty or of this kind.
-        taken: paths that the file must not replace, and in which it must not lie.
-        model_dir: directory of a model in which the file may lie, under the name `kind.name_in_model`.
         elsewhere: hint that says how to give another path.
     """
 
     path: Path
     option: str
     kind: FileKind
-    taken: Taken = ()
-    model_dir: Path | None = None
     elsewhere: str = "give another place"
 
     @property
@@ -103,7 +77,6 @@ class Destination:
             UsageError: the path is refused.
         """
         require_place(self.path, self.title, self.elsewhere)
-        self._refuse_taken()
         if self.path.exists():
             self._refuse_content()
 
@@ -120,23 +93,6 @@ class Destination:
         self.require()
         write_atomic(self.path, *parts, elsewhere=self.elsewhere)
 
-    def _refuse_taken(self) -> None:
-        """Refuse a path that is, lies in or holds one that the run reads or writes."""
-        path = _real(self.path)
-        hint = self.elsewhere
-        if self.model_dir is not None and self.kind.name_in_model is not None:
-            place = self.model_dir / self.kind.name_in_model
-            if path == _real(place):
-                return
-            hint = f"{self.elsewhere}, or {place}"
-
-        for other, what in self.taken:
-            real = _real(other)
-            if path == real:
-                raise UsageError(f"{self.title} is {what}", hint)
-            if real in path.parents:
-                raise UsageError(f"{self.title} lies in {what}", hint)
-
     def _refuse_content(self) -> None:
         """Refuse to replace a file that is neither empty nor of this kind."""
         try:
@@ -149,26 +105,6 @@ class Destination:
                 f"{self.title} exists and is not {self.kind.title} that openquant wrote",
                 f"{self.elsewhere}, or remove that file",
             )
-
-
-def require_all(destinations: Sequence[Destination]) -> None:
-    """Refuse paths that must not, or cannot, be written, and two paths of the same file.
-
-    Args:
-        destinations: the files that a command will write, each with its kind and the paths that it must not replace.
-
-    Raises:
-        UsageError: a path is refused.
-    """
-    for number, file in enumerate(destinations):
-        for other in destinations[:number]:
-            if _real(file.path) == _real(other.path):
-                raise UsageError(f"{other.option} and {file.option} name one file, {file.path}", "give each its own")
-        file.require()
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
 
 
 def require_place(path: Path, title: str, elsewhere: str = "give another place") -> None:

@@ -23,12 +23,11 @@ from ..convert.conversion import loops, worth_compiling
 from ..data.corpus import Corpus, read_corpus
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
-from ..files.destination import Destination, FileKind, taken_by
+from ..files.destination import Destination, FileKind
 from ..files.model_files import parse_json, read_small
-from ..hub.source import model_folder
 from ..job import Opened
 from ..machine import COMPILED_MEMORY
-from ..options import Texts, files_read
+from ..options import Texts
 from ..plan.architecture import known_architecture
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_step, scoring_step
 from ..streaming.session import (
@@ -91,8 +90,7 @@ class Session:
     def _target(self) -> Destination:
         """The file of scores."""
         source = self.opened.source
-        taken = taken_by([model_folder(source.repo or source.root)], files_read(vars(self.texts)))
-        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES, taken)
+        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES)
         target.require()
         return target
 

@@ -196,28 +196,6 @@ class Source:
             return {name: model_files.file_sha256(self.root / name, name) for name in checkpoint.files}
 
 
-def model_folder(model: str | os.PathLike[str]) -> Path:
-    """Return the directory of a model: a local directory, or that of its repository in the Hub's cache.
-
-    Args:
-        model: a directory, "org/name" or "org/name@revision".
-
-    Returns:
-        The directory; that of a repository may be missing.
-
-    Raises:
-        SourceError: the path cannot be looked up.
-    """
-    path = Path(model)
-    with readable():
-        if path.exists():
-            return path
-    from huggingface_hub import constants
-
-    repo = os.fspath(model).partition("@")[0]
-    return Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}")
-
-
 def find_source(model: str, revision: str | None = None) -> Source:
     """Find a local directory or GGUF file, or else a repository on the Hub, and download the files that a plan needs.
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from ..errors import UsageError
 from ..files.cards import evaluation_digest
 from ..files.destination import Destination, FileKind
-from ..files.model_files import EVAL_PAGE, EVAL_PICTURE
 from ..version import __version__, install_hint
 from .cells import fill_template, gigabytes, per_cent, read_part, share_text, shorten, terminal, verdict_meaning
 
@@ -41,8 +40,8 @@ def _is_picture(file: BinaryIO) -> bool:
     return data.startswith(_PNG) and _SOFTWARE in data
 
 
-PAGE = FileKind("a page", lambda file: _GENERATOR in file.read(_BEGINNING), EVAL_PAGE)
-PICTURE = FileKind("a picture", _is_picture, EVAL_PICTURE)
+PAGE = FileKind("a page", lambda file: _GENERATOR in file.read(_BEGINNING))
+PICTURE = FileKind("a picture", _is_picture)
 
 
 def require_tools(option: str) -> None:

@@ -42,7 +42,7 @@ VERBS = {
     "eval --figure": ["eval", "out", "--source", "source", "--text", "mine.txt", *SMALL, "--figure"],
 }
 VICTIMS = (
-    "{model}/{shard}", "{model}/page.html", "{model}/../{model}/config.json", "link/config.json", "linked", "hard",
+    "{model}/{shard}", "{model}/../{model}/config.json", "link/config.json", "linked", "hard",
     "mine.txt", "out/.openquant.json",
 )  # fmt: skip
 # Of what each verb reads.
@@ -74,23 +74,20 @@ def test_no_verb_writes_over_what_is_not_its_own(subtests, place, capsys):
             link.unlink()
 
 
-def test_two_files_of_eval_have_two_names(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_calibration_lies_beside_weights(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(place)
-    for one, other in (("--out", "--report"), ("--out", "--figure"), ("--report", "--figure")):
-        assert main(["eval", "out", "--source", "source", *SMALL, one, "x", other, "./x"]) == 2
-        assert capsys.readouterr().err == f"error: {one} and {other} name one file, x\nhint: give each its own\n"
+    (place / "link").symlink_to(place / "source")
+    for name in ("source/x.safetensors", "link/x.safetensors"):
+        assert main(["calibrate", "source", *SMALL, "-o", name]) == 2
+        assert capsys.readouterr().err == (
+            f"error: -o {name} lies in the model source\nhint: name another file with -o\n"
+        )
+    (place / "link").unlink()
     assert tree(place) == before
 
 
 def test_an_evaluation_lies_beside_its_output_under_its_own_names(place: Path) -> None:
     words = ["eval", "out", "--source", "source", *SMALL]
-    for option, name in (("--out", "eval.html"), ("--report", "eval.json"), ("--figure", "eval.html")):
-        assert main([*words, option, f"out/{name}"]) == 2
-    for option in ("--out", "--report", "--figure"):
-        assert main([*words, option, "source/eval.html"]) == main([*words, option, "source/eval.json"]) == 2
-    shutil.copytree("out", "other")
-    # The figures of two are none of one.
-    assert main(["eval", "out", "other", "--source", "source", *SMALL, "--out", "out/eval.json"]) == 2
     shown = ["--report", "out/eval.html", "--figure", "out/eval.png"]
     assert main([*words, *shown]) == 0
     first = tree(place / "out")
