@@ -1101,6 +1101,33 @@ def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in options_of(kind) if name in values}
 
 
+def words_of(options: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line for values of options.
+
+    Args:
+        options: the options, by the names of their fields.
+        values: values other than the defaults, by the same names: True for a switch, several for an option that may be
+            repeated, schemes by pattern for --scheme-for.
+
+    Returns:
+        Words such as ["--scheme", "int4", "--gptq", "--ignore=-x"]: a value may begin with a dash.
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        flag = flags_of(name, options[name])[0]
+        if isinstance(value, Mapping):
+            value = [f"{pattern}={scheme}" for pattern, scheme in value.items()]
+
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if one is True:
+                words.append(flag)
+            elif str(one).startswith("-"):
+                words.append(f"{flag}={one}")
+            else:
+                words += [flag, str(one)]
+    return words
+
+
 # What a caller may give for an option that is kept in another form.
 _TAKEN = {
     "group_size": "GroupSize | None",

@@ -27,7 +27,7 @@ from .files.checkpoint import readable
 from .files.model_files import JOURNAL_FILE, parse_json, read_small, short_repr
 from .formats.hardware import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
-from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of, values_for
+from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, options_of, values_for, words_of
 from .plan.decisions import PlanOptions
 from .version import __version__
 from .weights.weight import UNDECIDED
@@ -79,20 +79,7 @@ def recipe_command(options: Mapping[str, Any]) -> str:
         options: "options" of a recipe: JSON values by the names of the options, such as
             {"scheme": "int4", "gptq": true}. Those that may be repeated have several values.
     """
-    allowed = _allowed_options()
-    words: list[str] = []
-    for name, value in options.items():
-        flag = flags_of(name, allowed[name])[-1]
-        if value is True:
-            words.append(flag)
-            continue
-
-        values = value if isinstance(value, list) else [value]
-        if isinstance(value, Mapping):
-            values = [f"{pattern}={scheme}" for pattern, scheme in value.items()]
-        for one in values:
-            words += [flag, str(one)]
-    return shlex.join(words)
+    return shlex.join(words_of(_allowed_options(), options))
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..formats.hardware import ENGINES_FOR, Kernel, SchemeName, find_kernel
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
-from ..options import CompareSchemes, Search, flags_of, options_of, verb
+from ..options import CompareSchemes, Search, options_of, verb, words_of
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
@@ -468,19 +468,11 @@ def words_of_options(values: Mapping[str, Any], names: Sequence[str]) -> list[st
         values: values of options by name, others among them.
         names: names of options, in the order of the words.
     """
-    words: list[str] = []
-    for name in names:
-        option = options_of(Search)[name]
-        value = values[name]
-        if name == "candidates":
-            value = [",".join(value)] if value else []
-        for one in value if option.repeated else [value]:
-            if one == option.default:
-                continue
-            words.append(flags_of(name, option)[0])
-            if option.value is not None:
-                words.append(os.fspath(one) if isinstance(one, os.PathLike) else str(one))
-    return words
+    known = options_of(Search)
+    changed = {name: values[name] for name in names if values[name] != known[name].default}
+    if "candidates" in changed:
+        changed["candidates"] = ",".join(changed["candidates"])
+    return words_of(known, changed)
 
 
 def _says_fp8_cache(checkpoint: Checkpoint) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import OpenQuantError, UsageError
 from ..files.model_files import short_repr
-from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of, values_for
+from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, options_of, values_for, words_of
 from .view import fit_html, plan_html, problem_html
 
 # Options behind the page's fold, by the class that has them.
@@ -172,20 +172,9 @@ class Chosen:
         Raises:
             UsageError: the model is not allowed.
         """
-        words = ["compress"]
-        for name, value in self.keywords(roots).items():
-            option = _OPTIONS[name]
-            flag = flags_of(name, option)[0 if name in ("model", "output") else -1]
-            if option.value is None:
-                words.append(flag)
-                continue
-            for item in value if option.repeated else [value]:
-                words += _pair(flag, item)
-
-        words += self._stream()
+        words = ["compress", *words_of(_OPTIONS, self.keywords(roots)), *self._stream()]
         if self.push:
-            words += [*_pair("--push-to-hub", self.push), "--push-only"]
-            words += _visibility(self.private, self.create_pr)
+            words += ["--push-to-hub", self.push, "--push-only", *_visibility(self.private, self.create_pr)]
         return words
 
     def keywords(self, roots: Roots) -> dict[str, Any]:
@@ -280,13 +269,6 @@ def make_sections(compress: Mapping[str, Any] | None, fit: Mapping[str, Any]) ->
         answer["problem"] = problem_html(problem)
 
     return answer
-
-
-def _pair(flag: str, value: str) -> list[str]:
-    """An option and its value, which may begin with a dash and still is no option."""
-    if value.startswith("-") and flag.startswith("--"):
-        return [f"{flag}={value}"]
-    return [flag, value]
 
 
 def _check_name(name: str) -> str:
