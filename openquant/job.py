@@ -153,9 +153,6 @@ def open_source(run: Run, ranks: Ranks, reporter: Reporter) -> Opened:
         UsageError: there is no such device, `run.output` is "", or `open_model` refuses the options.
     """
     device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
-    if run.output is not None and not os.fspath(run.output):
-        raise UsageError("-o is empty", "give a directory, or leave -o out")
-
     source, checkpoint = open_model(run.model, run.revision, run.stream, run.copy)
     with without_collector():
         return Opened(run, ranks, reporter, source, checkpoint, source.stamps(checkpoint), device)

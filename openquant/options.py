@@ -109,13 +109,15 @@ def option(default: Any, help: str, group: str = "", value: str | None = None, *
         help: the text; its first sentence is the line in --help.
         group: the title above that line; "" for an option of Python only.
         value: what stands for the value in --help, such as "DIR"; None for a switch, and for NAME beside choices.
-        more: the other attributes of Option, by name.
+        more: the other attributes of Option, by name. Without `read`, a value may be any text but the empty one.
 
     Returns:
         A `dataclasses.Field`, with the Option as `metadata["option"]`.
     """
     if "choices" in more:
         value = value or "NAME"
+    elif value is not None:
+        more.setdefault("read", read_text)
     return field(default=default, metadata={"option": Option(help, group, value, default, **more)})
 
 
@@ -126,12 +128,12 @@ def quantization(default: Any, help: str, value: str | None = None, **more: Any)
 
 def file_option(default: Any, help: str, group: str, value: str, **more: Any) -> Any:
     """Return a field that is an option whose value names a file. The arguments are those of `option`."""
-    return option(default, help, group, value, read=read_text, completes="file", **more)
+    return option(default, help, group, value, completes="file", **more)
 
 
 def directory_option(default: Any, help: str, group: str, value: str, **more: Any) -> Any:
     """Return a field that is an option whose value names a directory. The arguments are those of `option`."""
-    return option(default, help, group, value, read=read_text, completes="directory", **more)
+    return option(default, help, group, value, completes="directory", **more)
 
 
 def options_of(kind: type) -> dict[str, Option]:
@@ -369,7 +371,7 @@ class ModelSource(OptionGroup):
         completes="directory",
     )
     _: KW_ONLY
-    revision: str | None = option(None, "Branch, tag or commit of the Hub repository.", FILES, "REV", read=read_text)
+    revision: str | None = option(None, "Branch, tag or commit of the Hub repository.", FILES, "REV")
 
 
 @dataclass(frozen=True)
@@ -377,7 +379,7 @@ class ModelDirectory(OptionGroup):
     """A quantized checkpoint on disk."""
 
     directory: str | os.PathLike[str] = option(
-        MISSING, "Directory of a quantized checkpoint.", FILES, "DIR", read=read_text, completes="directory"
+        MISSING, "Directory of a quantized checkpoint.", FILES, "DIR", completes="directory"
     )
 
 
@@ -478,7 +480,6 @@ class Texts(OptionGroup):
         "`text` or `messages`, and only as much of it as is needed is read.",
         TEXTS,
         "NAME",
-        read=read_text,
     )
     samples: int = option(16, "Number of text samples.", TEXTS, "N", read=int)
     length: int = option(512, "Tokens per sample.", TEXTS, "N", read=int)
@@ -661,7 +662,6 @@ class Recipe(OptionGroup):
         "Registry entry to use instead of config.json's. "
         '"generic" decides by names and shapes, and so does "auto" for a class without an entry.',
         "NAME",
-        read=read_text,
     )
 
     def __post_init__(self) -> None:
@@ -712,7 +712,6 @@ class Push:
         HUB,
         "NAME",
         flags=("--push-to-hub",),
-        read=read_text,
         common=True,
     )
     private: bool = option(False, "If the repository is created, make it private, as a private source does.", HUB)
@@ -723,7 +722,6 @@ class Push:
         HUB,
         "TEXT",
         flags=("--commit-message",),
-        read=read_text,
     )
     only: bool = option(False, "Delete each shard of the output once it is pushed.", HUB, flags=("--push-only",))
     replace_weights: bool = option(
@@ -810,7 +808,6 @@ class FitOptions(OptionGroup):
         "cache of `context` tokens; size=12.5GB is the size of all weights, 5.0bits the bits of a weight, and kl=0.02 "
         "the largest KL divergence. docs/fit.md says how the mixture is chosen.",
         "SIZE",
-        read=read_text,
         common=True,
     )
     context: int = option(8192, "Tokens of KV cache, for --fit", QUANTIZATION, "N", read=tokens)
@@ -825,7 +822,6 @@ class FitOptions(OptionGroup):
         "Schemes that --fit may choose, separated by commas. Without it: int4, nvfp4, int5, int6 and int8-weights, as "
         "far as engines load them.",
         "SCHEMES",
-        read=read_text,
         repeated=True,
     )
 
@@ -841,13 +837,11 @@ class FitOptions(OptionGroup):
 class CompareSchemes(ModelSource):
     """What fit_table() compares."""
 
-    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
     gpu: str | None = quantization(
         None,
         "GPU: 4090, 2xA100-80, 24GB, or cpu. Without one, the table is for GPUs of 24, 48 and 80 GB. docs/fit.md lists "
         "the names.",
         "NAME",
-        read=read_text,
     )
     context: int = same_as(FitOptions, "context", help="Tokens of a sequence.")
     engines: str | None = quantization(
@@ -889,7 +883,6 @@ class Search(Memory, Device, Streaming, CompareSchemes):
 class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
     """What calibrate() reads and writes, and how it runs."""
 
-    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
     out: str | os.PathLike[str] | None = file_option(
         None,
         "File to write (default: ./NAME.calibration.safetensors). If the working directory is the model's own, the "
@@ -906,7 +899,6 @@ class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
 class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
     """What diagnose() measures."""
 
-    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
     scheme: SchemeName = option(
         "tensor", "Scheme to compare the others with.", QUANTIZATION, "NAME", choices=tuple(SCHEME_NAMES)
     )
@@ -1030,7 +1022,6 @@ class Explain(OptionGroup):
         "Module name, or a pattern as in --ignore. A name may end in `.weight`.",
         FILES,
         "LAYER",
-        read=read_text,
     )
 
 

@@ -212,9 +212,6 @@ def find_source(model: str, revision: str | None = None) -> Source:
             contradicts that of `model`.
     """
     path = Path(model)
-    if not model:
-        raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
-
     with readable():
         exists = path.exists()
     if exists and revision is not None:
