@@ -16,13 +16,14 @@ import textwrap
 import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+# The least width of a last column that is wrapped; where it would be narrower, cells go beneath their rows.
+_LEAST = 24
 # Cells beneath a row that is too long for one line begin so far to the right.
 _BENEATH = 6
 
@@ -180,9 +181,8 @@ _GLUE = "\0"
 def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), width: int | None = None) -> list[str]:
     """Align the columns of a table, and escape what a terminal obeys. No word and no figure is cut.
 
-    A table that is too wide is made narrower, by the first of these that is enough: the cells of a last column
-    without a heading go beneath their rows; headings and columns of text but the first one are wrapped; all cells but
-    the first one go beneath their rows, each with its heading.
+    If a table is too wide, a last column of text is wrapped; where there is no room for that, all cells but the first
+    one go beneath their rows, each with its heading.
 
     Args:
         rows: the cells of each row, all rows of equally many. The first row has the headings.
@@ -193,25 +193,22 @@ def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), width: int
         The lines, without spaces at their ends; one with a longer word is longer.
     """
     rows = [[terminal(cell) for cell in row] for row in rows]
-    longest = _longest(rows)
-    if width is None or _span(longest) <= width:
-        return [line for row in rows for line in _row(row, longest, left)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    start = sum(widths[:last]) + 2 * last
 
-    remarks = [""] * len(rows)
-    last = len(longest) - 1
-    if last > 1 and last in left and not rows[0][last]:
-        remarks = [row[last] for row in rows]
-        rows = [row[:last] for row in rows]
-
-    widths = _narrow_columns(_longest(rows), _least_widths(rows, left, width), width)
     lines = []
-    for row, remark in zip(rows, remarks, strict=True):
-        if _span(widths) <= width:
-            lines += _row(row, widths, left)
+    for row in rows:
+        cells = [cell.ljust(widths[at]) if at in left else cell.rjust(widths[at]) for at, cell in enumerate(row)]
+        line = "  ".join(cells).rstrip()
+
+        if width is None or start + widths[last] <= width:
+            lines.append(line)
+        elif last in left and width - start >= _LEAST:
+            indent = len(line) - len(line.lstrip(" "))
+            lines += _wrap(line, width, start - indent)
         else:
             lines += _stack_cells(rows[0], row, width)
-        if remark:
-            lines += _wrap(" " * _BENEATH + remark, width, 0)
     return lines
 
 
@@ -239,54 +236,6 @@ def _wrap(text: str, width: int | None, hang: int = 2) -> list[str]:
         break_on_hyphens=False,
         expand_tabs=False,
     )
-
-
-def _longest(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
-def _span(widths: Sequence[int]) -> int:
-    """The length of a line of these columns."""
-    return sum(widths) + 2 * (len(widths) - 1)
-
-
-def _least_widths(rows: Sequence[Sequence[str]], left: Container[int], width: int) -> list[int]:
-    """Return the least width of each column: of its longest word, or of its longest figure."""
-    least = []
-    for number, (heading, *cells) in enumerate(zip(*rows, strict=True)):
-        is_text = number in left and number > 0
-        widths = map(_longest_word if is_text else len, cells)
-        least.append(max(_longest_word(heading), *widths, 0))
-
-    if len(least) - 1 in left:
-        # Behind a long word of the last column there is nothing to align.
-        least[-1] = min(least[-1], width // 3)
-    return least
-
-
-def _longest_word(text: str) -> int:
-    return len(text) - len(text.lstrip(" ")) + max(map(len, text.split(" ")))
-
-
-def _narrow_columns(longest: Sequence[int], least: Sequence[int], width: int) -> list[int]:
-    """Take from the widest columns until all fit, or none can be narrower."""
-    widths = list(longest)
-    while _span(widths) > width:
-        free = [column for column, each in enumerate(widths) if each > least[column]]
-        if not free:
-            break
-        widths[max(free, key=lambda column: widths[column])] -= 1
-    return widths
-
-
-def _row(cells: Sequence[str], widths: Sequence[int], left: Container[int]) -> list[str]:
-    columns = [_wrap(cell, width, 0) for cell, width in zip(cells, widths, strict=True)]
-    lines = []
-    for parts in zip_longest(*columns, fillvalue=""):
-        pairs = enumerate(zip(parts, widths, strict=True))
-        line = [part.ljust(width) if column in left else part.rjust(width) for column, (part, width) in pairs]
-        lines.append("  ".join(line).rstrip())
-    return lines
 
 
 # Joiners of letters, which Persian and families of emoji need: invisible, but harmless.

@@ -372,7 +372,7 @@ def verification_text(report: Report, width: int | None = None) -> str:
 
 
 def _errors_table(report: Report, width: int | None) -> list[str]:
-    rows = [("worst layers", "shape", "relative error", "SQNR", "largest error")]
+    rows = [("worst layers", "shape", "error", "SQNR", "largest error")]
     rows += [
         (
             error.module,
@@ -702,5 +702,5 @@ def _choices(diagnosis: Diagnosis, width: int | None) -> list[str]:
         "",
         *paragraphs([f"what lost less on {MODEL} at about the same size, and the size of this model:"], width),
         "",
-        *table([("openquant compress", "KL, nats", "", "size", "activations", "texts run"), first, *rows], width=width),
+        *table([("openquant compress", "KL, nats", "", "size", "activations", "texts"), first, *rows], width=width),
     ]
