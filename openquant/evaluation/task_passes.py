@@ -370,20 +370,15 @@ def _join_scores(metric: str, source: Sequence[TaskAnswers], output: Sequence[Ta
 
 
 def _metric(metric: str, scores: PairedScores, seed: int) -> dict[str, Any]:
-    before, after, questions = float(scores.source.mean()), float(scores.output.mean()), len(scores.source)
-    means = bootstrap_means([scores], seed)
+    means = mean_scores([scores], seed)
+    questions = len(scores.source)
 
     return {
         "metric": metric,
-        "source": before,
-        "source_interval": wilson_interval(before, questions),
-        "output": after,
-        "output_interval": wilson_interval(after, questions),
-        "difference": after - before,
-        "difference_interval": difference_interval(*means),
+        **means,
+        "source_interval": wilson_interval(means["source"], questions),
+        "output_interval": wilson_interval(means["output"], questions),
         "p": paired_p(scores, seed),
-        "recovery": recovery(before, after),
-        "recovery_interval": recovery_interval(*means),
         "lost": scores.lost,
         "gained": scores.gained,
     }
@@ -391,34 +386,14 @@ def _metric(metric: str, scores: PairedScores, seed: int) -> dict[str, Any]:
 
 def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: int) -> list[dict[str, Any]]:
     """Compute the mean of each metric over the tasks that have it."""
-    means: list[dict[str, Any]] = []
+    means = []
     for metric in dict.fromkeys(metric for answers in source for metric in answers.scores):
         tasks = [
             PairedScores(before.scores[metric], after.scores[metric])
             for before, after in zip(source, output, strict=True)
             if metric in before.scores
         ]
-
-        before, after = (
-            float(np.mean([scores.mean() for scores in model]))
-            for model in ([task.source for task in tasks], [task.output for task in tasks])
-        )
-
-        resampled = bootstrap_means(tasks, seed)
-
-        means.append(
-            {
-                "metric": metric,
-                "tasks": len(tasks),
-                "source": before,
-                "output": after,
-                "difference": after - before,
-                "difference_interval": difference_interval(*resampled),
-                "recovery": recovery(before, after),
-                "recovery_interval": recovery_interval(*resampled),
-            }
-        )
-
+        means.append({"metric": metric, "tasks": len(tasks), **mean_scores(tasks, seed)})
     return means
 
 
@@ -562,19 +537,30 @@ def bootstrap_means(tasks: Sequence[PairedScores], seed: int) -> tuple[Figures, 
     return source, output
 
 
-def difference_interval(source: Figures, output: Figures) -> list[float]:
-    """Return the 95 % interval of output - source, from `bootstrap_means`."""
-    return _interval(output - source)
+def mean_scores(tasks: Sequence[PairedScores], seed: int) -> dict[str, Any]:
+    """Compute the mean over tasks of the mean scores, and how much of the source's the output keeps.
 
+    Args:
+        tasks: the scores of each task; at least one task, each with at least one question.
+        seed: seed of the bootstrap.
 
-def recovery(source: float, output: float) -> float | None:
-    """Return output / source; None if the source has none right."""
-    return None if source < _NONE_RIGHT else output / source
+    Returns:
+        `source` and `output`, the means; `difference`, output - source; and `recovery`, output / source, None if the
+        source has none right. The last two have 95 % intervals; that of the recovery is None if the source has none
+        right in a resample.
+    """
+    before = float(np.mean([task.source.mean() for task in tasks]))
+    after = float(np.mean([task.output.mean() for task in tasks]))
+    source, output = bootstrap_means(tasks, seed)
 
-
-def recovery_interval(source: Figures, output: Figures) -> list[float] | None:
-    """Return the 95 % interval of output / source, from `bootstrap_means`; None if the source's is 0 in a resample."""
-    return None if (source < _NONE_RIGHT).any() else _interval(output / source)
+    return {
+        "source": before,
+        "output": after,
+        "difference": after - before,
+        "difference_interval": _interval(output - source),
+        "recovery": None if before < _NONE_RIGHT else after / before,
+        "recovery_interval": None if (source < _NONE_RIGHT).any() else _interval(output / source),
+    }
 
 
 def _interval(values: Figures) -> list[float]:

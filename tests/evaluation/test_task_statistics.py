@@ -10,11 +10,9 @@ import pytest
 from openquant.evaluation.task_passes import (
     PairedScores,
     bootstrap_means,
-    difference_interval,
     mcnemar,
+    mean_scores,
     paired_p,
-    recovery,
-    recovery_interval,
     smallest_loss,
     wilson_interval,
 )
@@ -63,11 +61,11 @@ def test_intervals_are_paired() -> None:
     # The same questions are right but for 10 of 1,000: each alone varies by 3 points, the difference by 0.6.
     both = scores((1, 1, 490), (0, 0, 500), (1, 0, 10))
     means = bootstrap_means([both], 0)
-    low, high = difference_interval(*means)
+    figures = mean_scores([both], 0)
+    low, high = figures["difference_interval"]
     assert low == pytest.approx(-0.0165, abs=0.002)
     assert high == pytest.approx(-0.0045, abs=0.002)
-    recovered = recovery_interval(*means)
-    assert recovered is not None
+    recovered = figures["recovery_interval"]
     assert recovered[0] < 0.98 < recovered[1] < 1
     assert (both.lost, both.gained) == (10, 0)
     assert np.array_equal(bootstrap_means([both], 0)[0], means[0])
@@ -82,9 +80,9 @@ def test_tasks_count_alike_whatever_their_number_of_questions() -> None:
 
 def test_nothing_is_recovered_of_a_source_without_a_right_answer() -> None:
     for score in (0, 5e-324):
-        assert recovery_interval(*bootstrap_means([scores((score, 1, 3))], 0)) is None
-        assert recovery(score, 1) is None
-    assert recovery(0.8, 0.6) == pytest.approx(0.75)
+        figures = mean_scores([scores((score, 1, 3))], 0)
+        assert (figures["recovery"], figures["recovery_interval"]) == (None, None)
+    assert mean_scores([scores((0.8, 0.6, 3))], 0)["recovery"] == pytest.approx(0.75)
 
 
 def test_the_smallest_loss_is_one_that_four_of_five_evaluations_show() -> None:
