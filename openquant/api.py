@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .calibration.run import read_texts, run_texts, texts_needs, texts_steps
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
@@ -64,7 +64,7 @@ from .plan.serving import serving_to_json
 from .plan.summary import Explanation, explain_modules
 from .recipes import Request, check_recipe, recipe_of
 from .report.cells import gigabytes, list_first
-from .result import Place, Preview, Reporter, Result, default_reporter, lost_notes, zero_notes
+from .result import Reporter, Result, default_reporter, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.checks import require_sound
 from .weights.statistics import read_calibration
@@ -540,7 +540,7 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
             return publisher.commit(others, publisher.repo.rpartition("/")[2]).address
 
 
-def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
+def preview_push(directory: str | os.PathLike[str], target: Push) -> dict[str, Any]:
     """Check what push() checks first, and say what it would do. Nothing is written, here or on the Hub.
 
     Args:
@@ -548,7 +548,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         target: repository and other options of publishing.
 
     Returns:
-        What would be read, done and written.
+        What would be read, done and written, as `push --dry-run --json` prints it.
 
     Raises:
         OpenQuantError: push() would refuse it.
@@ -570,23 +570,17 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
             names = publisher.prepare(_published_card(path), creates=False)
 
     with output_errors(path, "read"):
-        reads = tuple(
-            Place(str((path / name).absolute()), "a shard" if name in publisher.shards else "a file", size)
+        reads = [
+            _place(path / name, "a shard" if name in publisher.shards else "a file")
             for name in sorted([*publisher.shards, *others])
-            for size in [(path / name).stat().st_size]
-        )
+        ]
 
     does = [f"those of {len(reads)} files are uploaded that the repository does not have; {_commit_to(publisher)}"]
     replaced = sorted({*publisher.shards, *others}.intersection(names or ()))
     if replaced:
         does.append(f"{list_first(replaced, 4)} in the repository are replaced where they differ")
 
-    return Preview(
-        reads=reads,
-        does=tuple(does),
-        writes=(Place(publisher.repo, _repository_text(names, publisher)),),
-        notes=tuple(notes),
-    )
+    return _preview(reads, does, publisher, _repository_text(names, publisher), notes)
 
 
 def _repository_text(names: Sequence[str] | None, publisher: Publisher) -> str:
@@ -596,15 +590,25 @@ def _repository_text(names: Sequence[str] | None, publisher: Publisher) -> str:
     return f"a repository that is created{', private' if publisher.private else ''}"
 
 
-def _preview_evaluation(path: Path, target: Push) -> Preview:
+def _preview_evaluation(path: Path, target: Push) -> dict[str, Any]:
     """Say what the push of an evaluation would do."""
     with evaluation_publisher(path, target) as (publisher, names):
         uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
-        return Preview(
-            reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
-            does=(f"{uploaded}; {_commit_to(publisher)}",),
-            writes=(Place(publisher.repo, "a repository that exists"),),
-        )
+        does = [f"{uploaded}; {_commit_to(publisher)}"]
+        return _preview([_place(path, "an evaluation")], does, publisher, "a repository that exists", [])
+
+
+def _preview(
+    reads: list[dict[str, Any]], does: list[str], publisher: Publisher, repository: str, notes: list[str]
+) -> dict[str, Any]:
+    """Return what `push --dry-run --json` prints. `repository`: whether there is one."""
+    writes = [{"path": publisher.repo, "what": repository, "bytes": None}]
+    return {"dry_run": True, "reads": reads, "does": does, "writes": writes, "download_bytes": 0, "notes": notes}
+
+
+def _place(path: Path, what: str) -> dict[str, Any]:
+    """Describe a file that is read."""
+    return {"path": str(path.absolute()), "what": what, "bytes": path.stat().st_size}
 
 
 def push_notes(directory: str | os.PathLike[str]) -> list[str]:

@@ -149,44 +149,6 @@ def _bytes(count: int) -> str:
     return f"{count / size:.3g} {unit}"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Something that a command would read or write.
-
-    Attributes:
-        path: the full path, or the name or address of something on a server.
-        what: what it is, such as "a calibration".
-        bytes: its size in bytes; None if it is not known.
-    """
-
-    path: str
-    what: str
-    bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Preview:
-    """What push would do, as --dry-run says. All that can be checked quickly was.
-
-    Attributes:
-        reads: what is read.
-        does: what is done, a sentence each.
-        writes: what is written.
-        download_bytes: bytes that are downloaded: none.
-        notes: notes for the user.
-    """
-
-    reads: tuple[Place, ...]
-    does: tuple[str, ...]
-    writes: tuple[Place, ...]
-    download_bytes: int = 0
-    notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the dictionary that `--json` prints."""
-        return {"dry_run": True, **asdict(self)}
-
-
 class Reporter:
     """Callbacks of the functions that take a `reporter`. The methods of this class do nothing.
 

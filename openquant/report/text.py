@@ -19,7 +19,7 @@ from ..plan.layout import PlanLine
 from ..plan.plan import Plan, has_fp8_cache, ignored_layers
 from ..plan.serving import CACHED, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
-from ..result import Place, Preview, Result, zero_notes
+from ..result import Result, zero_notes
 from ..verification.headers import Report
 from .card import (
     SIDES,
@@ -310,27 +310,27 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
     return [terminal(note) for note in notes]
 
 
-def preview_text(preview: Preview, width: int | None = None) -> str:
-    """Format what a dry run says for a terminal.
+def preview_text(preview: Mapping[str, Any], width: int | None = None) -> str:
+    """Format what `push --dry-run` says for a terminal.
 
     Args:
-        preview: what would be read, done and written.
+        preview: what would be read, done and written: the result of preview_push().
         width: the most characters of a line; None for any number.
 
     Returns:
         The text, lines separated by newlines.
     """
-    rows = [("reads", _place_text(place)) for place in preview.reads]
-    rows += [("does", text) for text in preview.does]
-    rows += [("writes", _place_text(place)) for place in preview.writes]
-    rows += [("note", note) for note in preview.notes]
+    rows = [("reads", _place_text(place)) for place in preview["reads"]]
+    rows += [("does", text) for text in preview["does"]]
+    rows += [("writes", _place_text(place)) for place in preview["writes"]]
+    rows += [("note", note) for note in preview["notes"]]
     return join_lines([*table(rows, left=(0, 1), width=width), "nothing was written"])
 
 
-def _place_text(place: Place) -> str:
-    if place.bytes is None:
-        return f"{place.path} ({place.what})"
-    return f"{place.path} ({place.what}, {gigabytes(place.bytes)})"
+def _place_text(place: Mapping[str, Any]) -> str:
+    if place["bytes"] is None:
+        return f"{place['path']} ({place['what']})"
+    return f"{place['path']} ({place['what']}, {gigabytes(place['bytes'])})"
 
 
 def verification_text(report: Report, width: int | None = None) -> str:
