@@ -30,8 +30,12 @@ def fit_text(found: FitTable, width: int | None = None) -> str:
         "",
         *paragraphs(fit_notes(found), width),
         "",
-        *_advice(found, width),
     ]
+    for about, command in fit_advice(found):
+        if command:
+            lines += [*paragraphs([f"{about}:"], width), f"  {terminal(command)}"]
+        else:
+            lines += paragraphs([about], width)
     return join_lines(lines)
 
 
@@ -190,42 +194,40 @@ def _refused_lines(found: FitTable) -> list[str]:
     return [terminal(f"not {', '.join(schemes)}: {reason}") for reason, schemes in by_reason.items()]
 
 
-def _advice(found: FitTable, width: int | None) -> list[str]:
-    """Say what to type."""
-    if len(found.targets) != 1:
-        return paragraphs(["name your GPU with --gpu, such as --gpu 4090, to get the command for it"], width)
-
-    [target] = found.targets
-
-    lines = paragraphs(gained_lines(found), width)
-    if found.command is None:
-        lines += paragraphs([nothing_fits(found, target)], width)
-        if found.instead is not None and not _left_as_it_is(found):
-            lines += [f"this fits, for sequences of {found.context:,} tokens:", f"  {terminal(found.instead)}"]
-            if found.longest_context is None or found.context < found.longest_context:
-                lines.append(_serve_with(found.context, _ENGINES))
-        return lines
-
-    for about, command in advised(found):
-        lines += [*paragraphs([f"{about}:"], width), f"  {terminal(command)}"]
-    lines += _served_lines(found)
-
-    if found.mixture is not None:
-        engines = ENGINES_FOR.get(found.engines or "", _best(found).engines)
-        mixture = f"a mixture for {' and '.join(engines)} fills the memory, and may lose less (docs/fit.md):"
-        lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
-        if _served_lines(found):
-            lines.append(_serve_with(found.context, _best(found).engines))
-
-    return lines
-
-
-def advised(found: FitTable) -> list[tuple[str, str]]:
-    """Say which commands to type, and why: ("fastest, 0.030 nats, computed in FP8", "openquant compress ..").
+def fit_advice(found: FitTable) -> list[tuple[str, str]]:
+    """Say what to type.
 
     Args:
         found: the result of fit_table().
+
+    Returns:
+        Sentences, each with its command, or "": ("fastest, 0.030 nats, computed in FP8", "openquant compress ..").
     """
+    if len(found.targets) != 1:
+        return [("name your GPU with --gpu, such as --gpu 4090, to get the command for it", "")]
+
+    if found.command is None:
+        advice = [(_nothing_fits(found, found.targets[0]), "")]
+        if found.instead is not None and not _left_as_it_is(found):
+            advice.append((f"this fits, for sequences of {found.context:,} tokens", found.instead))
+            if found.longest_context is None or found.context < found.longest_context:
+                advice.append((_serve_with(found.context, _ENGINES), ""))
+        return advice
+
+    served = [(line, "") for line in _served_lines(found)]
+    advice = [*((line, "") for line in _gained_lines(found)), *_commands(found), *served]
+    if found.mixture is not None:
+        engines = ENGINES_FOR.get(found.engines or "", _best(found).engines)
+        mixture = f"a mixture for {' and '.join(engines)} fills the memory, and may lose less (docs/fit.md)"
+        advice.append((mixture, found.mixture))
+        if served:
+            advice.append((_serve_with(found.context, _best(found).engines), ""))
+
+    return advice
+
+
+def _commands(found: FitTable) -> list[tuple[str, str]]:
+    """Return the commands of the best schemes, and what each of them is best at."""
     rows = {row.scheme: row for row in found.schemes}
     commands = {"closest": (found.best, found.command), "fastest": (found.fastest, found.fastest_command)}
     if found.fastest == found.best:
@@ -238,13 +240,9 @@ def _why(row: SchemeFit) -> str:
     return f"{row.least:.3f} nats{optional(', computed in {}', ' and '.join(sorted(row.numbers)))}"
 
 
-def gained_lines(found: FitTable) -> list[str]:
-    """Say that the model fits as it is, and what is gained all the same.
-
-    Args:
-        found: the result of fit_table(), for one target.
-    """
-    if found.command is None or found.quantized_source or not _fits_as_it_is(found, found.targets[0]):
+def _gained_lines(found: FitTable) -> list[str]:
+    """Say that the model fits as it is, and what is gained all the same."""
+    if found.quantized_source or not _fits_as_it_is(found, found.targets[0]):
         return []
     source, best = _source(found), _best(found)
     gained = f"{gigabytes(best.bytes)} in place of {gigabytes(source.bytes)}"
@@ -290,13 +288,8 @@ def _serve_with(context: int, engines: Iterable[str]) -> str:
     return f"serve it with --max-model-len {context}{sglang}"
 
 
-def nothing_fits(found: FitTable, target: Target) -> str:
-    """Say why there is no command for a GPU.
-
-    Args:
-        found: the result of fit_table(), whose command is None.
-        target: the GPU that the table is for.
-    """
+def _nothing_fits(found: FitTable, target: Target) -> str:
+    """Say why there is no command for a GPU."""
     if found.quantized_source and _fits_as_it_is(found, target):
         return "the model is quantized already, and fits as it is: serve it"
 

@@ -21,7 +21,7 @@ from ..plan.engines import sglang_refusal
 from ..plan.layout import PlanLine
 from ..plan.plan import Plan
 from ..report.cells import gigabytes, optional, per_cent, shorten, terminal
-from ..report.fit import advised, fit_caption, fit_notes, fit_rows, gained_lines, nothing_fits
+from ..report.fit import fit_advice, fit_caption, fit_notes, fit_rows
 
 # Characters of the names and of the reason in a row of the weights.
 MOST_LETTERS = 200
@@ -117,23 +117,15 @@ def fit_html(found: FitTable, chosen: str = "") -> str:
 
 
 def _advice(found: FitTable) -> str:
-    """Say what to type."""
-    if len(found.targets) != 1:
-        return "<p>The table is for common sizes. Name your GPU to get the command for it.</p>"
-
-    if found.command is None:
-        reason = f"<p>{text_html(nothing_fits(found, found.targets[0]))}</p>"
-        if found.instead is None:
-            return reason
-        return f"{reason}<p>This fits:</p>{command_html(found.instead)}"
-
-    parts = [f"<p>{text_html(line)}</p>" for line in gained_lines(found)]
-    commands = [(about[0].upper() + about[1:], command) for about, command in advised(found)]
-    if found.mixture is not None:
-        commands.append(("A mixture of schemes fills the memory, and may lose less", found.mixture))
-
-    folds = (f"<summary>{text_html(about)}</summary>{command_html(command)}" for about, command in commands)
-    return "".join([*parts, *(f"<details>{fold}</details>" for fold in folds)])
+    """Say what to type: a paragraph for each sentence, and a fold for each command."""
+    parts = []
+    for about, command in fit_advice(found):
+        said = text_html(about[0].upper() + about[1:])
+        if command:
+            parts.append(f"<details><summary>{said}</summary>{command_html(command)}</details>")
+        else:
+            parts.append(f"<p>{said}</p>")
+    return "".join(parts)
 
 
 def _say_quantized(plan: Plan) -> str:

@@ -80,9 +80,9 @@ def test_a_table_has_the_command_for_the_best_scheme(example):
 
 def test_a_table_says_why_nothing_fits(example):
     found = replace(fit_table(example, "4090"), best=None, command=None, schemes=())
-    assert "no scheme with a known KL fits 1 RTX 4090" in Read(fit_html(found)).text
+    assert "No scheme with a known KL fits 1 RTX 4090" in Read(fit_html(found)).text
     read = Read(fit_html(replace(found, instead="openquant compress -m X --kv-cache fp8")))
-    assert "This fits:" in read.text and "openquant compress -m X --kv-cache fp8" in read.text
+    assert "This fits, for sequences of" in read.text and "openquant compress -m X --kv-cache fp8" in read.text
 
 
 def test_an_error_is_that_of_the_command_line():
