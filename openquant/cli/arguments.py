@@ -13,7 +13,7 @@ from .. import options
 from ..errors import UsageError
 from ..formats.hardware import GGUF, meaning_of
 from ..version import __version__
-from .console import require_printed, say
+from .console import say
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse hides that a disk is full. From Python 3.14 on it colours the help.
-        require_printed(say(message, file or sys.stdout, end="", kept="\n\t\x1b"))
+        say(message, file or sys.stdout, end="", kept="\n\t\x1b")
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError, where argparse would print and exit."""

@@ -75,7 +75,7 @@ class Call:
             console.print_json(result if isinstance(result, dict) else result.to_json(), self.interrupts)
         else:
             shown = text(result, *more, console.columns())
-            console.require_printed(console.say(shown, sys.stdout, coloured=coloured))
+            console.say(shown, sys.stdout, coloured=coloured)
         return 0
 
     def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:
@@ -88,7 +88,7 @@ class Call:
         """Say which files were written, after the result; with --json or --quiet nothing is said."""
         lines = [f"wrote {getattr(file, 'path', file)}" for file in files if file is not None]
         if lines and not self.command.json and not self.command.quiet:
-            console.require_printed(console.say_lines(lines, sys.stdout))
+            console.say_lines(lines, sys.stdout)
 
 
 def compress_main(arguments: Sequence[str] | None = None) -> int:
@@ -282,7 +282,6 @@ def _convert(call: Call, work: Callable[..., Result]) -> int:
 
     with closing(console.Terminal(call.interrupts, command, call.ranks.first)) as reporter:
         result = work(**call.values(options.Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
-    console.require_printed(reporter.failure)
     if command.json and call.ranks.first:
         console.print_json(result.to_json(), call.interrupts)
     return 0
@@ -332,7 +331,6 @@ def _search(call: Call) -> int:
     page = _destination("--report", command.report, PAGE)
     with closing(console.Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(options.Search), reporter=reporter)
-    console.require_printed(reporter.failure)
     if page is not None:
         page.write(render_frontier(found).encode())
     if command.json or not command.quiet:

@@ -76,10 +76,8 @@ def mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(text: str, stream: TextIO, end: str = "\n", kept: str = "\n\t", coloured: bool = False) -> OSError | None:
-    """Print text. An error of the stream (`| head`, a full disk) is returned, so that the work can go on.
-
-    After an error the stream leads to /dev/null.
+def say(text: str, stream: TextIO, end: str = "\n", kept: str = "\n\t", coloured: bool = False) -> None:
+    """Print text. After an error of the stream (`| head`, a full disk) it leads to /dev/null.
 
     Args:
         text: the text. Text from others must be escaped line by line before (`cells.join_lines`).
@@ -88,8 +86,8 @@ def say(text: str, stream: TextIO, end: str = "\n", kept: str = "\n\t", coloured
         kept: control characters that are not escaped here.
         coloured: whether errors, hints, notes and commands are coloured, if the stream shows colours.
 
-    Returns:
-        The error that prevented printing; None if it succeeded.
+    Raises:
+        OutputError: stdout cannot be written, as on a full disk.
     """
     try:
         text = terminal(text, kept)
@@ -101,8 +99,12 @@ def say(text: str, stream: TextIO, end: str = "\n", kept: str = "\n\t", coloured
         # The buffered text would fail again at exit.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return error
-    return None
+        # It is no error that nobody reads it (`| head`, `>&-`).
+        if stream is sys.stdout and error.errno not in (errno.EPIPE, errno.EBADF):
+            raise OutputError(
+                f"stdout cannot be written: {error.strerror}",
+                "run the same command again where it can; what is converted is not converted twice",
+            ) from None
 
 
 _COMMAND_LINE = "  (?:openquant|pip|python|vllm) .*"
@@ -142,26 +144,6 @@ def columns(stream: TextIO | None = None) -> int:
     return shutil.get_terminal_size((width or 80, 24)).columns
 
 
-def require_printed(failure: OSError | None) -> None:
-    """Check that text was printed on stdout. It is no error if nobody reads it (`| head`, `>&-`).
-
-    Args:
-        failure: the result of `say`.
-
-    Raises:
-        OutputError: the text was lost, as on a full disk.
-    """
-    if failure is not None and failure.errno not in (errno.EPIPE, errno.EBADF):
-        raise _stdout_error(failure)
-
-
-def _stdout_error(failure: OSError) -> OutputError:
-    return OutputError(
-        f"stdout cannot be written: {failure.strerror}",
-        "run the same command again where it can; what is converted is not converted twice",
-    )
-
-
 def fail(message: str, hint: str, as_json: bool) -> None:
     """Print an error as two lines on stderr, and with --json as an object on stdout too.
 
@@ -171,24 +153,26 @@ def fail(message: str, hint: str, as_json: bool) -> None:
         as_json: whether to print {"error": message, "hint": hint} on stdout too.
     """
     if as_json:
-        say(_json({"error": message, "hint": hint}), sys.stdout)
+        # The error that is printed may be that stdout cannot be written.
+        with suppress(OutputError):
+            say(_json({"error": message, "hint": hint}), sys.stdout)
     say_lines([f"error: {message}", f"hint: {hint}"], sys.stderr)
 
 
-def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
+def say_lines(lines: Iterable[str], stream: TextIO) -> None:
     """Print lines that may quote text from others. On a terminal they are wrapped.
 
     Args:
         lines: lines without newlines at their ends; those inside of a line are escaped.
         stream: stdout or stderr.
 
-    Returns:
-        The error that prevented printing; None if it succeeded.
+    Raises:
+        OutputError: stdout cannot be written, as on a full disk.
     """
     width = None
     if stream.isatty():
         width = columns(stream)
-    return say("\n".join(paragraphs(lines, width)), stream, coloured=True)
+    say("\n".join(paragraphs(lines, width)), stream, coloured=True)
 
 
 def _json(value: object) -> str:
@@ -197,19 +181,17 @@ def _json(value: object) -> str:
 
 
 def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
-    """Print the result of a command with --json. A program must get exactly one, or an error.
+    """Print the result of a command with --json. A program must get exactly one.
 
     Args:
         value: the result, printed as one JSON object on stdout.
         interrupts: the handler of interrupts, which from now on prints no error as JSON.
 
     Raises:
-        OutputError: stdout cannot be written, also if nobody reads it.
+        OutputError: stdout cannot be written, as on a full disk.
     """
     interrupts.result_printed = True
-    failure = say(_json(value), sys.stdout)
-    if failure is not None:
-        raise _stdout_error(failure)
+    say(_json(value), sys.stdout)
 
 
 class Terminal(Reporter):
@@ -220,9 +202,6 @@ class Terminal(Reporter):
         command: the options that say what is printed.
         first: whether this is the first rank; others print nothing.
         stage: words for the progress before and behind the bar, unless --fit or --search measures.
-
-    Attributes:
-        failure: the first error of printing on stdout; None if there was none.
     """
 
     def __init__(
@@ -247,11 +226,6 @@ class Terminal(Reporter):
         self.plan: Plan | None = None
         self.printed_notes: set[str] = set()
         self.space: DiskSpace | None = None
-        self.failure: OSError | None = None
-
-    def _print(self, text: str) -> None:
-        failure = say(text, sys.stdout, coloured=True)
-        self.failure = self.failure or failure
 
     def _new_notes(self, notes: Iterable[str]) -> list[str]:
         """Return the lines of those notes that were not printed; if `quiet`, print them on stderr."""
@@ -281,7 +255,7 @@ class Terminal(Reporter):
             return
         if not is_first:
             if new_notes:
-                self._print("\n".join(paragraphs(new_notes, columns())))
+                say("\n".join(paragraphs(new_notes, columns())), sys.stdout, coloured=True)
             return
         from ..job import expected_download
         from ..report.text import details_text, plan_text
@@ -290,7 +264,7 @@ class Terminal(Reporter):
         text = plan_text(plan, source.place, output, expected_download(source, plan), others, self.space, width)
         if self.verbose:
             text += f"\n{details_text(plan, width)}"
-        self._print(text)
+        say(text, sys.stdout, coloured=True)
 
     def on_note(self, about: str) -> None:
         """Print the line that describes what begins, or what --fit and --search measure."""
@@ -347,7 +321,7 @@ class Terminal(Reporter):
         if not self.quiet:
             width = columns()
             text = summary_text(self.plan, result, already_complete, width)
-            self._print("\n".join(["", *map(terminal, paragraphs(notes, width)), text]))
+            say("\n".join(["", *map(terminal, paragraphs(notes, width)), text]), sys.stdout, coloured=True)
 
     def close(self) -> None:
         """Remove the progress bar."""
