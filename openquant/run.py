@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import WeightFindings, check_written, convert
 from .distributed import Ranks
-from .errors import OutputError, PlanError, SourceError, UsageError
+from .errors import PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
 from .files.checkpoint import open_checkpoint, readable
 from .files.destination import output_errors
@@ -274,7 +274,7 @@ class _Writer:
         self._write_others(findings.lost_layers)
         # A run that only pushes has deleted the shards that are on the Hub.
         if not (job.run.push and job.run.push.only):
-            _check_finished(job.target, job.plan, self.claim.resumed)
+            check_finished(job.target, job.plan)
         self.claim.finish()
         return unread_shards
 
@@ -393,18 +393,6 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
         publisher.complete = partial(evaluated_card, evaluation=evaluation, picture=picture)
         publisher.prepare(card)
         yield publisher, [CARD_FILE, *files]
-
-
-def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
-    """Compare the output with the plan. If the run was resumed, somebody may have changed the earlier run's files."""
-    try:
-        check_finished(target, plan)
-    except RuntimeError as error:
-        if not resumed:
-            raise
-        raise OutputError(
-            f"{error}; an earlier run wrote part of it", "if something changed it since, replace it with --overwrite"
-        ) from None
 
 
 def publisher_of(job: Job) -> Publisher | None:

@@ -111,7 +111,7 @@ def check_finished(root: Path, plan: Plan) -> None:
         plan: the plan that was carried out.
 
     Raises:
-        RuntimeError: engines would refuse the output. That is a bug of openquant.
+        OutputError: engines would refuse the output: a bug of openquant, or a resumed run's files were changed.
         SourceError: the output cannot be opened.
     """
     checkpoint = open_checkpoint(root)
@@ -125,7 +125,10 @@ def check_finished(root: Path, plan: Plan) -> None:
         problems = findings.problems
 
     if problems:
-        raise RuntimeError(f"{root} was written wrongly: {_join_first(problems, 3, '; ', '; and')}")
+        raise OutputError(
+            f"{root} was written wrongly: {_join_first(problems, 3, '; ', '; and')}",
+            "replace it with --overwrite; if that changes nothing, it is a bug of openquant",
+        )
 
 
 def _join_first(texts: Sequence[str], most: int, separator: str, rest: str) -> str:

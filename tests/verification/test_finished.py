@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openquant import compress
+from openquant.errors import OutputError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan, output_config
@@ -33,5 +34,5 @@ def test_what_engines_would_refuse_is_not_called_finished(tmp_path: Path, source
     quantization = {**plan.quantization_config, "ignored_layers": [QUERY]}
     config = {**output_config(plan), "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match=rf"^{out} was written wrongly: .*{QUERY}"):
+    with pytest.raises(OutputError, match=rf"^{out} was written wrongly: .*{QUERY}"):
         check_finished(out, replace(plan, quantization_config=quantization))
