@@ -14,10 +14,8 @@ A recipe that is read is not trusted.
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -97,10 +95,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     file = path / JOURNAL_FILE if path.is_dir() else path
     with readable():
-        data = read_small(file, str(file), MAX_RECIPE)
-    content = parse_json(data, str(file))
-    # An object with a key twice is refused.
-    json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, file))
+        content = parse_json(read_small(file, str(file), MAX_RECIPE), str(file))
 
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
@@ -119,14 +114,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except UsageError as error:
         raise UsageError(f"{file}: {error.message}", _MEND) from None
     return options
-
-
-def _unique(pairs: Sequence[tuple[str, Any]], file: Path) -> dict[str, Any]:
-    """An object of a recipe, refused if a key is there twice: one of the values would count for nothing."""
-    counts = Counter(key for key, _ in pairs)
-    if twice := [key for key, count in counts.items() if count > 1]:
-        raise UsageError(f"{file} has {short_repr(twice[0])} twice in one place", "leave one of them out")
-    return dict(pairs)
 
 
 def _allowed_options() -> dict[str, Option]:

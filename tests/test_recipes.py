@@ -122,10 +122,3 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path / "r.json", tmp_path):
         with pytest.raises(OpenQuantError, match=str(path)):
             read_recipe(path)
-
-
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    path.write_text('{"format": 1, "options": {"scheme": "int4", "scheme": "tensor"}}')
-    with pytest.raises(UsageError, match="r.json has 'scheme' twice in one place"):
-        read_recipe(path)
