@@ -204,28 +204,6 @@ def tokens(text: str) -> int:
     return int(found[1]) * (1024 if found[2] else 1)
 
 
-def number_reader(pattern: str, what: str, positive: bool = True) -> Callable[[str], float]:
-    """Return what reads a number from the command line.
-
-    Args:
-        pattern: the regular expression of such numbers.
-        what: what others are not, such as "number of seconds".
-        positive: whether zero is none.
-    """
-
-    def read(text: str) -> float:
-        if not re.fullmatch(pattern, text) or (positive and not float(text)):
-            raise argparse.ArgumentTypeError(f"{text} is no {what}")
-        return float(text)
-
-    return read
-
-
-seconds = number_reader(r"\d{1,9}(\.\d{1,9})?", "number of seconds")
-nats = number_reader(r"\d{1,9}(\.\d{1,15})?(e-\d{1,2})?", "number of nats such as 0.01", positive=False)
-share = number_reader(r"0?\.\d{1,9}|1(\.0{1,9})?", "number above 0 and at most 1, such as 0.5")
-
-
 def read_text(text: str) -> str:
     """Read any text but the empty one, which an unset variable of a script leaves behind.
 
@@ -575,7 +553,7 @@ class Recipe(OptionGroup):
         "their weights are multiplied by the same factors. The factors are powers of two that come from a calibration. "
         "The division is part of the norms and projections before these layers.",
         "ALPHA",
-        read=share,
+        read=float,
     )
     awq: bool = quantization(
         False,
@@ -966,7 +944,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     )
     seed: int = option(0, "Seed of the noise floor and the intervals.", EXECUTION, "N", read=int)
     fail_above: float | None = option(
-        None, "Exit with 1 if a mean KL divergence is larger. From Python this does nothing.", OUTPUT, "KL", read=nats
+        None, "Exit with 1 if a mean KL divergence is larger. From Python this does nothing.", OUTPUT, "KL", read=float
     )
 
     def __post_init__(self) -> None:
@@ -1053,9 +1031,7 @@ class Command:
     block_size: int | None = option(
         None, "Short for --scheme block.", QUANTIZATION, "128", flags=("-w", "--block-size"), read=int
     )
-    rendezvous_timeout: float = option(
-        PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=seconds
-    )
+    rendezvous_timeout: float = option(PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=float)
     dry_run: bool = option(False, "Say what would be done and write nothing.", EXECUTION)
     quiet: bool = option(
         False, "Print errors only, and what is wrong with the source.", OUTPUT, flags=("-q", "--quiet")

@@ -400,7 +400,8 @@ def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
     if limit is None:
         return 0
 
-    above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
+    # So a limit of NaN lets nothing through.
+    above = [output for output in evaluation.outputs if not output["kl"]["mean"] <= limit]
     for output in above:
         if call.ranks.first:
             console.say_lines(

@@ -8,6 +8,7 @@ read_budget("5.0bits")    # Budget("bits", 5.0)
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,7 @@ from typing import Literal
 from ..errors import PlanError, UsageError
 from ..files.model_files import short_repr
 from ..formats.hardware import GPU, find_gpu, is_apple, nearest_gpus
-from ..options import Recipe, flags_of, nats, options_of, size
+from ..options import Recipe, flags_of, options_of, size
 from ..plan.architecture import text_config
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights
@@ -59,12 +60,12 @@ def read_budget(text: str) -> Budget:
     """
     try:
         if text.startswith("kl="):
-            return Budget("kl", _positive(nats(text[3:])))
+            return Budget("kl", _positive(float(text[3:])))
         if text.startswith("size="):
             return Budget("size", _positive(size(text[5:])))
         if found := re.fullmatch(r"(\d{1,2}(?:\.\d{1,6})?) ?bits?", text):
             return Budget("bits", _positive(float(found[1])))
-    except argparse.ArgumentTypeError:
+    except (argparse.ArgumentTypeError, ValueError):
         pass
 
     budget = _read_gpus(text, "--fit", "no size", FORMS)
@@ -130,8 +131,8 @@ def _read_gpus(text: str, flag: str, what: str, forms: str) -> Budget:
 
 
 def _positive(number: float) -> float:
-    if not number > 0:
-        raise argparse.ArgumentTypeError("it is zero")
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError("it is zero or infinite")
     return number
 
 

@@ -92,7 +92,7 @@ def test_budgets_are_read() -> None:
 
 def test_other_budgets_are_refused(tmp_path: Path) -> None:
     texts = ["24", "0GB", "0x24GB", "-1GB", "kl=0", "kl=-1", "kl=x", "size=", "0bits", "bits", "24GB 8k", "0x4090"]
-    for text in (*texts, "9" * 400 + "GB"):
+    for text in (*texts, "kl=inf", "9" * 400 + "GB"):
         with pytest.raises(UsageError, match="^--fit .* is no size") as caught:
             compress(EXAMPLE, tmp_path / "out", fit=text)
         assert "5.0bits" in caught.value.hint, text
