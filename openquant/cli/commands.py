@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import options
+from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..machine import without_memory
 from . import console
 from .arguments import Parser, compress_parser, verb_parser
 
 if TYPE_CHECKING:
-    from ..distributed import Ranks
     from ..evaluation.results import Evaluation
     from ..files.destination import Destination, FileKind
     from ..result import Result
@@ -131,22 +131,26 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
     as_json = "--json" in words
     console.mend_streams()
 
+    ranks = Ranks()
     try:
         given = vars(parser.parse_args(words))
     except OpenQuantError as error:
-        if _find_ranks()[0].speaks:
+        with suppress(UsageError):
+            ranks = Ranks.from_environment(os.environ)
+        if ranks.first:
             console.fail(error.message, error.hint, as_json)
         return EXIT_USER
 
-    ranks, mistake = _find_ranks(given["verb"] in SHARED)
     if given.get("max_memory") is not None:
         # Xet buffers 1.6 GB, and more for each file (hf_xet 1.8, XetConfig), which no limit of ours counts.
         os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
 
     def run_verb() -> int:
+        nonlocal ranks
         try:
-            if mistake is not None:
-                raise mistake
+            # Ranks share the job of these verbs; for others each process works alone.
+            if given["verb"] in SHARED:
+                ranks = Ranks.from_environment(os.environ)
             return VERBS[given["verb"]](Call(given, ranks, interrupts))
         except Exception as error:
             # After an interrupt, other errors follow from it.
@@ -177,22 +181,6 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             finally:
                 # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
                 os._exit(EXIT_INTERRUPTED)
-
-
-def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
-    """Return the ranks of this process, and the error if their environment variables are wrong.
-
-    Args:
-        shared: whether the ranks share the job of the verb; otherwise each process works alone.
-    """
-    from ..distributed import Ranks
-
-    if not shared:
-        return Ranks(), None
-    try:
-        return Ranks.from_environment(os.environ), None
-    except UsageError as error:
-        return Ranks(), error
 
 
 def _scheme(call: Call) -> dict[str, str]:
