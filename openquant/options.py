@@ -822,17 +822,11 @@ class CompareSchemes(ModelSource):
         "NAME",
     )
     context: int = same_as(FitOptions, "context", help="Tokens of a sequence.")
-    engines: str | None = quantization(
-        None,
-        "Engines that must load it: vllm, sglang, both. Default: any.",
-        flags=("--for",),
-        choices=("vllm", "sglang", "both"),
+    engines: str | None = same_as(
+        FitOptions, "engines", default=None, help="Engines that must load it: vllm, sglang, both. Default: any."
     )
-    kv_cache: CacheScheme = quantization(
-        "auto",
-        "KV cache of the output: fp8, auto (default). An FP8 KV cache holds twice as many tokens.",
-        choices=("fp8", "auto"),
-        explains=False,
+    kv_cache: CacheScheme = same_as(
+        Recipe, "kv_cache", help="KV cache of the output: fp8, auto (default). An FP8 one holds twice as many tokens."
     )
     ignore: Sequence[str] = same_as(Recipe, "ignore")
     quantize_lm_head: bool = same_as(Recipe, "quantize_lm_head")
@@ -922,13 +916,12 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "`stream`.",
         TEXTS,
     )
-    kv_cache: CacheScheme = option(
-        "auto",
-        'KV cache: fp8, or auto (default), as the config says. "fp8" rounds keys and values to FP8; "auto" does so '
-        "for an output whose config says it.",
-        EXECUTION,
-        choices=("fp8", "auto"),
-        explains=False,
+    kv_cache: CacheScheme = same_as(
+        Recipe,
+        "kv_cache",
+        help='KV cache: fp8, or auto (default), as the config says. "fp8" rounds keys and values to FP8; "auto" does '
+        "so for an output whose config says it.",
+        group=EXECUTION,
     )
     tasks: Sequence[str | os.PathLike[str]] = file_option(
         (),
@@ -996,10 +989,7 @@ class Explain(OptionGroup):
     """The layer to explain."""
 
     layer: str = option(
-        MISSING,
-        "Module name, or a pattern as in --ignore. A name may end in `.weight`.",
-        FILES,
-        "LAYER",
+        MISSING, "Module name, or a pattern as in --ignore. A name may end in `.weight`.", FILES, "LAYER"
     )
 
 
