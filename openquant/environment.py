@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import subprocess
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from .machine import available_cpus, available_memory, first_line
@@ -35,7 +32,7 @@ def describe_environment() -> dict[str, Any]:
     """
     return {
         "openquant": __version__,
-        "commit": install_commit(),
+        "commit": BUILT.partition("+g")[2] or None,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": available_cpus(),
@@ -48,22 +45,6 @@ def describe_environment() -> dict[str, Any]:
         "engines": {name: _version(name) for name in ENGINES},
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
     }
-
-
-def install_commit() -> str | None:
-    """Return the commit that was installed, with its date in a checkout: "1a2b3c4 2026-11-26".
-
-    Returns:
-        None for a release, and where no git was at hand when openquant was built.
-    """
-    root = Path(__file__).resolve().parent.parent
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "log", "-1", "--format=%h %cs"]
-        with suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    # What setuptools-scm puts behind the version of a wheel that was built between two tags.
-    built = re.search(r"\+g([0-9a-f]+)", BUILT)
-    return built[1] if built else None
 
 
 def _version(distribution: str) -> str | None:

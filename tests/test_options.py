@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import os
 import re
 import subprocess
 from contextlib import redirect_stdout
@@ -20,7 +19,6 @@ import openquant
 from conftest import EXAMPLE, ROOT
 from openquant import __version__
 from openquant.cli.commands import main
-from openquant.environment import install_commit
 from openquant.errors import UsageError
 from openquant.formats import hardware
 from openquant.formats.hardware import GGUF, KEPT, UNCHANGED
@@ -205,18 +203,6 @@ def test_env_is_for_bug_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert lines["openquant"].startswith(__version__)
     assert (lines["torch"], lines["HF_HUB_OFFLINE"]) == (torch.__version__, "1")
     assert "hf_secret" not in shown and str(Path.home()) not in shown
-
-
-def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.environment.__file__", str(tmp_path / "openquant" / "environment.py"))
-    # The checkout that runs the tests was built, and its version may have a commit.
-    monkeypatch.setattr("openquant.environment.BUILT", "1.2.3")
-    assert install_commit() is None
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    dated = {**os.environ, "GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z"}
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True, env=dated)
-    assert re.fullmatch(r"[0-9a-f]{7,} 2026-01-02", install_commit() or "")
 
 
 def test_every_option_is_shown_or_for_python() -> None:

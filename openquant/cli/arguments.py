@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from .. import options
 from ..errors import UsageError
 from ..formats.hardware import GGUF, meaning_of
-from ..version import __version__
+from ..version import BUILT
 from .console import say
 
 SHELLS = ("bash", "zsh", "fish")
@@ -56,19 +56,6 @@ class _HelpAction(argparse.Action):
         assert isinstance(parser, Parser)
         parser.shows_all = self.const
         parser.print_help()
-        parser.exit()
-
-
-class _VersionAction(argparse.Action):
-    """Prints the version and the commit of an installation from git, and exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from ..environment import install_commit
-
-        about = f"openquant {__version__}"
-        if commit := install_commit():
-            about += f" ({commit})"
-        parser._print_message(f"{about}\n", sys.stdout)
         parser.exit()
 
 
@@ -233,7 +220,7 @@ class Parser(argparse.ArgumentParser):
         about_all = "Show all options" if hides else argparse.SUPPRESS
         group.add_argument("--help-all", action=_HelpAction, const=True, help=about_all, **shows)
         if self.version:
-            group.add_argument("--version", action=_VersionAction, help="Show the version", **shows)
+            group.add_argument("--version", action="version", version=f"openquant {BUILT}", help="Show the version")
 
 
 def _add(group: argparse._ActionsContainer, name: str, option: options.Option, positional: bool) -> argparse.Action:
