@@ -51,9 +51,7 @@ COLUMNS = ("part", "figure", "unit", "ratio", "compared with", "GPU MB", "proces
 Line = tuple[str, float, str, float, str]
 
 # Functions whose seconds are counted, by where they are called.
-EVAL_STEPS = tuple(
-    f"openquant.evaluation.compare.{name}" for name in ("stochastic_round", "compare_logits", "compare_weights")
-)
+EVAL_STEPS = tuple(f"openquant.evaluation.compare.{name}" for name in ("stochastic_round", "compare_logits"))
 GPTQ_STEPS = tuple(
     f"openquant.calibration.gptq_pass.{name}"
     for name in ("find_error_propagation", "kernels.choose_scales", "round_columns")

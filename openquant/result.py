@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ class Result:
         resumed: whether an earlier run was continued, or had completed the output.
         not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
-        unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
+        unread_shards: number of shards that were not checked for this, as an earlier run has written them.
         notes: remarks on the plan and on the model, as the command prints them after "note:". The last names
             layers whose weights are all zero.
         engines: the engines that load the output: ["vLLM", "SGLang"].
@@ -122,25 +121,8 @@ class Result:
 
     def __repr__(self) -> str:
         would = "would write" if self.dry_run else "wrote"
-        return f"<Result: {would} {self.output}, {self.scheme}, {self._sizes}>"
-
-    @property
-    def _sizes(self) -> str:
-        """Such as "8.39 MB -> 5.25 MB"."""
-        return f"{_bytes(self.source_bytes)} -> {_bytes(self.output_bytes)}"
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
-        rows = {
-            "output": self.output + (" (dry run)" if self.dry_run else ""),
-            "scheme": self.scheme,
-            "weights": self._sizes,
-            "quantized": f"{self.quantized_tensors} weights",
-            "loaded by": ", ".join(self.engines),
-        }
-        rows |= {f"note {number}": note for number, note in enumerate(self.notes, 1)}
-        lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items()]
-        return f"<table>{''.join(lines)}</table>"
+        sizes = f"{_bytes(self.source_bytes)} -> {_bytes(self.output_bytes)}"
+        return f"<Result: {would} {self.output}, {self.scheme}, {sizes}>"
 
 
 def _bytes(count: int) -> str:
@@ -155,7 +137,7 @@ class Reporter:
     Override those that you need. They may be called from any thread, but never by two at once. An exception that one of
     them raises ends the run. A run calls only those whose work it has to do. compress() and dequantize() call them in
     the order below; GPTQ reports as a calibration does, after the second plan. The other functions call `on_note`,
-    `on_progress` and, evaluate() only, `on_evaluation`.
+    `on_progress`.
     """
 
     def on_disk_space(self, space: DiskSpace) -> None:
@@ -185,12 +167,6 @@ class Reporter:
             done: what is done. A token that is through layers of half the cost counts half; each pass of it counts.
             total: all there is to do.
             unit: "tokens", "layers" or "bytes".
-        """
-
-    def on_evaluation(self, evaluation: Any) -> None:
-        """Called by evaluate() with its `Evaluation`, in the first rank only, before that is written.
-
-        So hours of work are not lost if a disk is full. `written` is still empty.
         """
 
     def on_start(self, total: int, done: int) -> None:

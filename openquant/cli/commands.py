@@ -342,45 +342,26 @@ def _calibrate(call: Call) -> int:
 def _eval(call: Call) -> int:
     from ..evaluation.run import evaluate
     from ..report.html import PAGE, PICTURE, write_evaluated
+    from ..report.text import evaluation_text
 
     chosen = options.Evaluate(**call.values(options.Evaluate))
     page = _destination("--report", call.command.report, PAGE)
     figure = _destination("--figure", call.command.figure, PICTURE)
-    with closing(_Figures(call)) as reporter:
-        evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
-    if reporter.unprinted is not None:
-        raise reporter.unprinted
+    files = [Path(name).resolve() for name in (call.command.report, call.command.figure, chosen.out) if name]
+    if len(files) > len(set(files)):
+        raise UsageError("two of --report, --figure and --out are the same file", "name each another file")
 
-    if call.ranks.first and (page is not None or figure is not None):
-        write_evaluated(evaluation.outputs, page, figure)
+    stage = ("evaluating", "evaluated")
+    with closing(console.Terminal(call.interrupts, call.command, call.ranks.first, stage)) as reporter:
+        evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if call.ranks.first:
+        if call.command.json:
+            console.say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
+        call.show(evaluation.to_json(), evaluation_text, evaluation.notes)
+
+        write_evaluated(evaluation.outputs, page, figure)
         call.say_written(*evaluation.written, page, figure)
     return _judge(call, evaluation, chosen.fail_above)
-
-
-class _Figures(console.Terminal):
-    """Prints the figures of eval before its files are written, so that hours of work are seen even if a disk is full.
-
-    Attributes:
-        unprinted: why they were not printed; the files are written all the same.
-    """
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call.interrupts, call.command, call.ranks.first, ("evaluating", "evaluated"))
-        self.call = call
-        self.unprinted: OpenQuantError | None = None
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Print the figures."""
-        from ..report.text import evaluation_text
-
-        self.close()
-        try:
-            if self.call.command.json:
-                console.say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
-            self.call.show(evaluation.to_json(), evaluation_text, evaluation.notes)
-        except OpenQuantError as error:
-            self.unprinted = error
 
 
 def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:

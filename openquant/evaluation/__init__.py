@@ -1,4 +1,4 @@
-"""Compares quantized models with their source: KL divergence of the logits, weights, answers, and a verdict.
+"""Compares quantized models with their source: KL divergence of the logits, answers, and a verdict.
 
 run                  evaluate(): opens source and outputs, compares them, writes eval.json
 compare              runs source, noise floor and outputs unit by unit over the same texts
@@ -7,7 +7,7 @@ as_served            an output as engines serve it: decoded weights, rounded act
                      continuations of prompts by source and output, and where they differ
 task_passes          multiple-choice questions as token ids, run among the texts; what eval.json has of tasks:
                      accuracies, intervals, paired tests
-verdict              how weights differ from the source's, and the layers that stand out
+verdict              the layers that stand out
 results, types       eval.json, and the verdict in a word; what is measured so far, of several ranks or for a run that
                      continues an interrupted one; the checkpoints that are compared
 

@@ -15,8 +15,7 @@ Greedy continuations of prompts by two models, side by side, and the token from 
 
 Source and outputs answer one after the other, each loaded as a whole (`compare_answers`).
 
-Of a checkpoint's generation settings only the end tokens are used: there is no sampling. If a model does not fit into
-memory, `teacher_forced` shows its most probable next token at each position of a given text instead.
+Of a checkpoint's generation settings only the end tokens are used: there is no sampling.
 
     ends = end_tokens(checkpoint.root, checkpoint.config)
     source_answers, output_answers = (continue_prompts(model, prompts, ends) for model in (source, output))
@@ -49,7 +48,7 @@ from ..formats.reference import decode, encode, group_absmax, group_scale
 from ..machine import available_memory
 from ..models import GENERIC
 from ..plan.architecture import known_architecture
-from ..registry.architecture import ROUTER, ModuleRules
+from ..registry.architecture import ModuleRules
 from ..streaming import transformers_internals
 from ..streaming.interleaved import DOWN, FIRST, ExpertWeights, ForwardPass, ModuleHooks, TextCache, holds_experts
 from ..streaming.memory import config_levels
@@ -67,7 +66,6 @@ class ServedModel:
 
     Attributes:
         clipped: counts of activations, keys and values that static scales clip.
-        quantized_routers: routers that are quantized, which engines build unquantized.
         notes: differences from what engines compute.
 
     Raises:
@@ -97,9 +95,6 @@ class ServedModel:
             names = [name for pair in pairs for name in dict.fromkeys(pair) if name is not None]
             for name, unit in model.nearest_units(names).items():
                 model.scales.setdefault(unit, []).append(name)
-        self.quantized_routers = [
-            module for module, weight in model.quantized.items() if rules.rule(weight.module).keep == ROUTER
-        ]
 
     @property
     def rounds(self) -> bool:
@@ -451,8 +446,6 @@ def refuse_latent_cache(config: Any) -> None:
 
 # Most tokens of an answer.
 TOKENS = 64
-# Tokens of the document that are shown as the prompt of `teacher_forced`.
-_CONTEXT = 48
 
 
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -574,35 +567,6 @@ def side_by_side(
         }
         for prompt, source_ids, output_ids in zip(prompts, source, output, strict=True)
     ]
-
-
-def teacher_forced(
-    ids: Sequence[int], source: Sequence[int], output: Sequence[int], tokenizer: Tokenizer, tokens: int = TOKENS
-) -> dict[str, Any]:
-    """Show two models' most probable next token at each position of a text (teacher-forced).
-
-    Args:
-        ids: token ids of the text [length], at least two.
-        source: the source's most probable next token at each position [length].
-        output: the output's most probable next token at each position [length].
-        tokenizer: decodes all of them.
-        tokens: most positions to show. They begin after the first 48 tokens, or after the first half of a short text.
-
-    Returns:
-        The keys of side_by_side(), with `text`, the text itself at these positions, and `"along": True`, which says
-        that the tokens of `source` and `output` are not a continuous text.
-    """
-    start = max(1, min(_CONTEXT, len(ids) // 2))
-    positions = slice(start - 1, min(start - 1 + tokens, len(ids) - 1))
-    source_ids, output_ids = list(source)[positions], list(output)[positions]
-    return {
-        "prompt": tokenizer.decode(ids[:start]),
-        "source": tokenizer.decode(source_ids),
-        "output": tokenizer.decode(output_ids),
-        "differs_at": _differs_at(source_ids, output_ids),
-        "text": tokenizer.decode(ids[start : start + len(source_ids)]),
-        "along": True,
-    }
 
 
 def _differs_at(source: Sequence[int], output: Sequence[int]) -> int | None:

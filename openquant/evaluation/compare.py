@@ -29,12 +29,11 @@ from ..data.corpus import Corpus
 from ..data.domains import Prompt
 from ..errors import naming
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.meta_model import REST
 from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
 from ..streaming.session import documents_of_rank
-from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer, teacher_forced
+from .as_served import TOKENS, ServedModel, compare_answers, prompts_to_answer
 from .kl import compare_logits
 from .results import (
     Evaluation,
@@ -47,7 +46,6 @@ from .results import (
 )
 from .task_passes import TaskPasses, evaluate_tasks
 from .types import counted_questions
-from .verdict import compare_weights
 
 
 def compare_outputs(
@@ -115,10 +113,6 @@ class _Comparison:
             names = [self.source.name, *(subject.name for subject in self.subjects)]
             self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
 
-        # Units whose weights are compared already, by name and pass.
-        self.compared: set[tuple[str, int]] = set()
-        # The most probable next token at each position of the first document, by pass.
-        self.top_tokens: dict[int, list[int]] = {}
         # The source's logits of the document that is being compared.
         self.source_logits: Tensor | None = None
         # Generators of the rounding noise of this process's documents.
@@ -226,14 +220,12 @@ class _Comparison:
         noise = list(self.generators.values())
         checkpoint.extra = lambda: {
             **self._state(),
-            "compared": list(self.compared),
             "noise": [generator.get_state() for generator in noise],
         }
         if checkpoint.saved is None:
             return
 
         self._merge(checkpoint.saved)
-        self.compared.update(checkpoint.saved["compared"])
         for generator, state in zip(noise, checkpoint.saved["noise"], strict=True):
             generator.set_state(state)
 
@@ -265,19 +257,13 @@ class _Comparison:
         return evaluation
 
     def _answers(self) -> list[list[dict[str, Any]]]:
-        """Return the `texts` of each output: answers to prompts, or else teacher-forced predictions along a text."""
+        """Return the `texts` of each output: answers to prompts."""
         tokenizer = self.settings.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or not self.prompts:
             return [[] for _ in self.outputs]
-        if self.prompts:
-            served = [output.served for output in self.outputs]
-            answered = partial(self.progress.more_done, TOKENS)
-            return compare_answers(self.model, served, tokenizer, self.prompts, answered)
-        ids = self.corpus.documents[0].ids
-        return [
-            [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
-            for output in self.outputs
-        ]
+        served = [output.served for output in self.outputs]
+        answered = partial(self.progress.more_done, TOKENS)
+        return compare_answers(self.model, served, tokenizer, self.prompts, answered)
 
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
         """Return all passes of a document, by number."""
@@ -303,43 +289,8 @@ class _Comparison:
             self.measurements.routes.pass_number = None
 
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
-        if group >= len(self.local_documents):
-            return
-        if unit in self.model.layers:
+        if group < len(self.local_documents) and unit in self.model.layers:
             self.measurements.distances.add(unit, number, hidden)
-        if self.local_documents[group] == 0:
-            self._compare_weights(unit, number)
-
-    def _compare_weights(self, unit: str, number: int) -> None:
-        """Compare a unit's weights of the output whose first pass this is with the source's, while both are loaded."""
-        output = next((output for output in self.outputs if output.first == number), None)
-        # AWQ and SmoothQuant change every weight on purpose: the rounding error alone cannot be seen.
-        if output is None or (unit, number) in self.compared or output.facts.smoothed:
-            return
-        self.compared.add((unit, number))
-        models = self.model, output.served.model
-        source_module, output_module = (model.model for model in models)
-
-        def free_pages() -> None:
-            for model in models:
-                model.release_pages()
-
-        for name, source_weight in source_module.named_parameters():
-            if self.model.unit_of(name) != unit:
-                continue
-            owner, _, last = name.rpartition(".")
-            output_weight = getattr(output_module.get_submodule(owner), last)
-            module = name.removesuffix(".weight")
-            weight = output.served.model.quantized.get(module)
-            fmt = None if weight is None else weight.format
-            if fmt is None or source_weight.ndim == 2:
-                output.changes.append(compare_weights(module, source_weight, output_weight, fmt, between=free_pages))
-                continue
-            transposed = bool(getattr(source_module.get_submodule(owner), "is_transposed", False))
-            output.changes += [
-                compare_weights(f"{module}[{expert}]", before, after, fmt, transposed)
-                for expert, (before, after) in enumerate(zip(source_weight, output_weight, strict=True))
-            ]
 
     def _take_logits(self, group: int, number: int, pass_logits: Tensor) -> None:
         if group >= len(self.local_documents):
@@ -348,9 +299,6 @@ class _Comparison:
             return
 
         index = self.local_documents[group]
-        if index == 0:
-            self._compare_weights(REST, number)
-            self.top_tokens[number] = pass_logits.argmax(-1).tolist()
 
         if number == 0:
             self.source_logits = pass_logits

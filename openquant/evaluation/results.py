@@ -22,10 +22,9 @@ from __future__ import annotations
 import math
 import os
 import platform
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from ..data.tokenizer import Tokenizer
 from ..distributed import Ranks
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, Fingerprint
-from ..files.destination import WeightFacts, stated_facts
 from ..streaming.interleaved import holds_experts
 from ..streaming.memory import vocabulary_of
 from ..streaming.model import StreamedModel
@@ -51,14 +49,7 @@ from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .task_passes import TaskRequests
 from .types import CHANGED, ENOUGH_TEXTS, OutputEvaluation, verdict_word
-from .verdict import LayerFigures, Suspect, WeightChange, suspects_by_config, suspects_by_layers, suspects_by_weights
-
-# Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
-_IRRELEVANT = frozenset(
-    ("architectures", "model_type", "dtype", "use_cache", "initializer_range", "tokenizer_class", "bos_token_id",
-     "eos_token_id", "pad_token_id", "attention_dropout", "chunk_size_feed_forward", "problem_type",
-     "is_encoder_decoder", "max_position_embeddings", "finetuning_task")
-)  # fmt: skip
+from .verdict import LayerFigures, Suspect, suspects_by_layers
 
 # A model with this share of its vocabulary as perplexity guesses. One that was trained is far from it.
 GUESSED = 0.5
@@ -232,7 +223,6 @@ class Measurements:
             "distances": self.distances.sums,
             "routes": self.routes.counts,
             "clipped": [output.served.clipped.counts for output in self.outputs],
-            "changes": [[astuple(change) for change in output.changes] for output in self.outputs],
         }
 
     def merge(self, state: Mapping[str, Any]) -> None:
@@ -245,9 +235,8 @@ class Measurements:
 
         self.distances.merge(state["distances"])
         self.routes.merge(state["routes"])
-        for output, clipped, changes in zip(self.outputs, state["clipped"], state["changes"], strict=True):
+        for output, clipped in zip(self.outputs, state["clipped"], strict=True):
             output.served.clipped.merge(clipped)
-            output.changes.extend(WeightChange(*change) for change in changes)
 
     def records_of_pass(self, number: int) -> list[DocumentRecord]:
         """Return the records of a pass, numbered from 1, in the order of the documents."""
@@ -322,17 +311,14 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping
     # Layers of vision towers are not among them, as no text runs through those.
     layers = [_layer(measurements, name, output) for name in measurements.distances.layers]
 
-    suspects = [
-        *_suspects_by_files(measurements, output),
-        *suspects_by_weights(output.changes, output.served.quantized_routers, output.facts.gptq),
-        *suspects_by_layers(layers),
-    ]
+    suspects = suspects_by_layers(layers)
+    for part in output.subject.tokenizer_differences:
+        suspects.append(Suspect("tokenizer", f"it differs from the source's in {part}"))
 
     verdict = verdict_word(figures["kl"]["mean"], floor["kl"])
     if output.subject.tokenizer_differences:
         verdict = "broken"
 
-    errors = [change.error for change in output.changes if change.quantized]
     return {
         **figures,
         "kl_histogram": {
@@ -341,7 +327,6 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Mapping
             "floor": kl_histogram(measurements.records_of_pass(1)),
         },
         "weights_only": _brief(weights_only, seed),
-        "weight_error": statistics.median(errors) if errors else 0.0,
         "kv_cache": "fp8" if output.served.fp8_cache else "auto",
         "layers": [_layer_json(layer, output.subject.name) for layer in layers],
         "verdict": verdict,
@@ -365,31 +350,6 @@ def _layer(measurements: Measurements, name: str, output: OutputUnderTest) -> La
         measurements.routes.share(name, output.last),
         output.served.clipped.largest(inside) or 0.0,
     )
-
-
-def _suspects_by_files(measurements: Measurements, output: OutputUnderTest) -> list[Suspect]:
-    source_config, output_config = (_flat_config(model) for model in (measurements.model, output.served.model))
-    tokenizer = [
-        Suspect("tokenizer", f"it differs from the source's in {difference}")
-        for difference in output.subject.tokenizer_differences
-    ]
-    return [*tokenizer, *suspects_by_config(source_config, output_config)]
-
-
-def _flat_config(model: StreamedModel) -> dict[str, Any]:
-    """Return the settings of config.json that change what is computed: {"rope_parameters.rope_theta": 10000.0, ...}."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                if key not in _IRRELEVANT:
-                    walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            flat[prefix] = value
-
-    walk("", model.model.config.to_dict())
-    return flat
 
 
 def _brief(records: Sequence[DocumentRecord], seed: int) -> dict[str, Any]:
@@ -526,12 +486,6 @@ class OutputUnderTest:
     served: ServedModel
     first: int
     passes: int
-    changes: list[WeightChange] = field(default_factory=list)
-
-    @cached_property
-    def facts(self) -> WeightFacts:
-        """What was done to its weights, by its journal."""
-        return stated_facts(self.subject.checkpoint.root)
 
     @property
     def last(self) -> int:

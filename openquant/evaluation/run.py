@@ -74,7 +74,6 @@ def _evaluate(options: Evaluate, texts: Texts, ranks: Ranks, reporter: Reporter)
     evaluation = compare_outputs(source, outputs, inputs.corpus, settings, reporter.on_note, progress)
 
     if ranks.first:
-        reporter.on_evaluation(evaluation)
         _write_results(inputs.files, options, evaluation)
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)

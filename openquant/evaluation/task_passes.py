@@ -370,14 +370,9 @@ def _join_scores(metric: str, source: Sequence[TaskAnswers], output: Sequence[Ta
 
 
 def _metric(metric: str, scores: PairedScores, seed: int) -> dict[str, Any]:
-    means = mean_scores([scores], seed)
-    questions = len(scores.source)
-
     return {
         "metric": metric,
-        **means,
-        "source_interval": wilson_interval(means["source"], questions),
-        "output_interval": wilson_interval(means["output"], questions),
+        **mean_scores([scores], seed),
         "p": paired_p(scores, seed),
         "lost": scores.lost,
         "gained": scores.gained,
@@ -457,19 +452,6 @@ class PairedScores:
     def changed(self) -> float:
         """The sum of the squared differences: the number of questions that changed, if all scores are 0 or 1."""
         return float(((self.output - self.source) ** 2).sum())
-
-
-def wilson_interval(score: float, questions: int) -> list[float]:
-    """Return the 95 % interval of a share, by Wilson's method, which holds near 0 and 1 too.
-
-    Args:
-        score: the mean score, from 0 to 1.
-        questions: the number of questions, at least 1.
-    """
-    square = _INTERVAL**2 / questions
-    middle = (score + square / 2) / (1 + square)
-    half = _INTERVAL / (1 + square) * math.sqrt(score * (1 - score) / questions + square / (4 * questions))
-    return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
 def mcnemar(lost: int, gained: int) -> float:

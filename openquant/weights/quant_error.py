@@ -22,12 +22,10 @@ ROUNDED = 2.0**-8
 MOVED = 1.1
 ERROR_MOVED = 8.0
 OTHER_WEIGHTS = 0.98
-# Weights are others than the source's if they are larger or smaller by this factor, measured as <source, output> /
-# <source, source>: GPTQ made one group of 128 weights 0.55 times as large, of all of SmolLM2-135M. Of fewer weights
-# than FEW_WEIGHTS it can turn round all.
-WRONG_SCALE = 1.9
+# Of fewer weights GPTQ can turn round all.
 FEW_WEIGHTS = 64
-# The same of a whole row: GPTQ made one of 576 in SmolLM2-135M 0.46 times as large in nvfp4, 0.18 times in int2.
+# A row is another than the source's if it is larger or smaller by this factor, measured as <source, output> / <source,
+# source>: GPTQ made one of 576 in SmolLM2-135M 0.46 times as large in nvfp4, 0.18 times in int2.
 WRONG_ROW = 10.0
 
 

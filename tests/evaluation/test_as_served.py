@@ -31,11 +31,10 @@ def served(root: Path, **options: Any) -> ServedModel:
     return ServedModel(StreamedModel(open_checkpoint(root)), **options)
 
 
-def test_a_quantized_head_or_embedding_is_no_router(tmp_path: Path) -> None:
+def test_a_quantized_head_and_embedding_are_computed_as_served(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", "int8-weights", quantize_lm_head=True, quantize_embeddings=True)
     output = served(tmp_path / "out")
     assert {"lm_head", "model.embed_tokens"} <= output.model.quantized.keys()
-    assert output.quantized_routers == []
 
 
 def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ import pytest
 from conftest import EXAMPLE, change_json, shorten_answers
 from openquant import OpenQuantError, compress, evaluate
 from openquant.cli.commands import main
-from openquant.errors import OutputError, SourceError, UsageError
+from openquant.errors import SourceError, UsageError
 from openquant.evaluation import as_served
 from openquant.evaluation.results import Evaluation
-from openquant.files import destination
 from openquant.files.cards import find_evaluation, read_evaluation
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Evaluate
@@ -132,7 +131,7 @@ def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
 def test_prompts_can_be_left_out(
     measured: Measured, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is answered then, and no other figure changes. The models are shown along a text instead."""
+    """Nothing is answered then, and no other figure changes."""
 
     def answered(*_: object, **__: object) -> None:
         raise AssertionError("prompts were answered")
@@ -142,7 +141,7 @@ def test_prompts_can_be_left_out(
     # Nobody who leaves them out is told that they were not answered.
     assert not [note for note in found.notes if "--prompts" in note]
     without = found.outputs[0]
-    assert [text["along"] for text in without["texts"]] == [True]
+    assert without["texts"] == []
     assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}
     assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
 
@@ -165,20 +164,6 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
     assert "--kv-cache: int8 is none of fp8, auto" in refused_options(outputs=["one"], kv_cache="int8")
     assert "no seed" in refused_options(outputs=["one"], seed=-1)
     assert "no seed" in refused_options(outputs=["one"], seed=2**32)
-
-
-def test_figures_are_printed_even_if_the_disk_is_full(
-    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, *_: bytes, elsewhere: str) -> None:
-        raise OutputError(f"{path} cannot be written: No space left on device", f"free some space, or {elsewhere}")
-
-    monkeypatch.setattr(destination, "write_atomic", full)
-    error = f"error: {output / 'eval.json'} cannot be written: No space left on device"
-    hint = "hint: free some space, or name another file with --out"
-    code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *QUICK, "--json")
-    assert (code, stderr.splitlines()[-2:]) == (2, [error, hint])
-    assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
 
 
 def refused_options(**options: Any) -> str:
@@ -206,8 +191,7 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     (tmp_path / "prompts").write_text("import\n")
     monkeypatch.setattr(as_served, "available_memory", lambda: 1000)
     found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
-    assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
-    # Predictions along a text are no answers, so they are only in the JSON and on the page.
+    assert found.outputs[0]["texts"] == []
     assert not re.search(r"(?m)^  (prompt|text|source|output)  ", evaluation_text(found.to_json(), found.notes))
     assert [note for note in found.notes if note.startswith("--prompts were not answered")]
 

@@ -21,7 +21,6 @@ from openquant.evaluation.as_served import (
     end_tokens,
     prompts_to_answer,
     side_by_side,
-    teacher_forced,
 )
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
@@ -101,27 +100,6 @@ def test_one_that_ends_sooner_differs_there() -> None:
     prompts = (Prompt("a", (1,)),) * 3
     found = side_by_side(prompts, [(5, 6), (5,), ()], [(5,), (5, 6), ()], tokenizer)
     assert [each["differs_at"] for each in found] == [1, 1, None]
-
-
-def test_along_a_text_each_place_has_its_own_answer() -> None:
-    tokenizer = load_tokenizer(EXAMPLE)
-    ids = tokenizer.encode("import os\n\n\ndef main(argv=None):\n    return os.path.join('a', 'b')\n" * 3)
-    model = StreamedModel(open_checkpoint(EXAMPLE))
-    with model.resident() as resident:
-        source = resident(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
-    start = min(48, len(ids) // 2)
-    output = [*source[: start + 2], 9, *source[start + 3 :]]
-    shown = teacher_forced(ids, source, output, tokenizer, tokens=8)
-    assert shown == {
-        "prompt": tokenizer.decode(ids[:start]),
-        "source": tokenizer.decode(source[start - 1 : start + 7]),
-        "output": tokenizer.decode(output[start - 1 : start + 7]),
-        "differs_at": 3,
-        "text": tokenizer.decode(ids[start : start + 8]),
-        "along": True,
-    }
-    short = teacher_forced(ids[:2], source[:2], output[:2], tokenizer)
-    assert (short["prompt"], short["text"]) == (tokenizer.decode(ids[:1]), tokenizer.decode(ids[1:2]))
 
 
 def test_a_file_of_prompts_is_read_even_where_no_model_has_room(

@@ -14,7 +14,6 @@ from openquant.evaluation.task_passes import (
     mean_scores,
     paired_p,
     smallest_loss,
-    wilson_interval,
 )
 
 
@@ -49,12 +48,6 @@ def test_the_paired_test_of_grades_weighs_them() -> None:
     uneven = scores((0.5, 0.49, 40), (0.1, 0.2, 4))
     assert paired_p(uneven, 0) == 1 > mcnemar(40, 4)
     assert paired_p(scores((0.5, 0.4, 40)), 0) == 1e-4
-
-
-def test_an_interval_of_a_share_stays_between_none_and_all(subtests: pytest.Subtests) -> None:
-    for score, questions, interval in [(0.8, 10, [0.4902, 0.9433]), (0, 10, [0, 0.2775]), (1, 10, [0.7225, 1])]:
-        with subtests.test(score=score, questions=questions, interval=interval):
-            assert wilson_interval(score, questions) == pytest.approx(interval, abs=1e-4)
 
 
 def test_intervals_are_paired() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from openquant import compress
-from openquant.files.cards import base_models, commands_in, evaluation_notes, published_card, source_of, with_evaluation
+from openquant.files.cards import base_models, commands_in, published_card, source_of, with_evaluation
 from support import small_checkpoints
-from support.evaluation_files import evaluation
 
 MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
 
@@ -111,18 +109,6 @@ BASE_MODELS = [
     ("base_model: null", []),
     ("base_model:\n- a/b\n-\n", ["a/b"]),
 ]
-
-
-def test_a_line_of_the_user_s_text_is_not_published_without_a_word(tmp_path: Path) -> None:
-    found = evaluation()
-    found["texts"] = [{**found["texts"][0], "text": "Patient 0", "along": True}]
-    for text, notes in (
-        ({"files": ["mine.txt"]}, ["eval.json has a line of mine.txt, which everybody can read"]),
-        ({"builtin": "openquant texts for evaluation"}, []),
-    ):
-        account = {key: value for key, value in found["text"].items() if key not in ("files", "builtin")}
-        (tmp_path / "eval.json").write_text(json.dumps({**found, "text": {**text, **account}}))
-        assert evaluation_notes(tmp_path) == notes
 
 
 def test_base_models_of_a_card(subtests: pytest.Subtests) -> None:
