@@ -183,7 +183,6 @@ def open_gguf(path: Path) -> OpenedGguf:
     types = ggml_types()
     files = _all_files(path.absolute())
     headers = [read_gguf_header(file, file.name, types) for file in files]
-    _check_split(files, headers)
     owners, tensors = _all_tensors(files, headers)
     metadata = headers[0].metadata
     name = path.name
@@ -203,14 +202,34 @@ def open_gguf(path: Path) -> OpenedGguf:
             made = {file.name: file.stat().st_size for file in sorted(root.iterdir())}
             groups = list(_shards([(owners[tensor.stored.name], tensor) for tensor in placed]))
             shards = _link_shards(root, [files[group[0][0]] for group in groups])
-            opened = OpenedGguf(
-                _checkpoint(
-                    root, path, config.architectures[0], made, dict(zip(shards, groups, strict=True)), headers, types
-                )
+            weights: dict[str, Weight] = {}
+            where: dict[str, Location] = {}
+            owner: dict[str, GgufHeader] = {}
+            for shard, group in zip(shards, groups, strict=True):
+                owner[shard] = headers[group[0][0]]
+                for _, tensor in group:
+                    blocks = Blocks(tensor.head_rows, tensor.plus_one)
+                    kind = types[tensor.stored.type_id]
+                    weights[tensor.name] = gguf_weight(tensor.name, tensor.shape, tensor.stored, kind, blocks)
+                    where[tensor.name] = Location(shard, tensor.stored.offset)
+            checkpoint = GgufCheckpoint(
+                root=root,
+                config=read_config(root),
+                architecture=config.architectures[0],
+                shards={shard: header.size for shard, header in owner.items()},
+                headers={shard: header.digest for shard, header in owner.items()},
+                tensors={name: weight.codes for name, weight in weights.items()},
+                where=where,
+                indexed=len(shards) > 1,
+                files=made,
+                left_out=(),
+                weights=weights,
+                file=path,
             )
         except BaseException:
             shutil.rmtree(root, ignore_errors=True)
             raise
+    opened = OpenedGguf(checkpoint)
     weakref.finalize(opened, shutil.rmtree, root, ignore_errors=True)
     return opened
 
@@ -224,43 +243,6 @@ def _link_shards(root: Path, files: list[Path]) -> list[str]:
     for name, file in zip(names, files, strict=True):
         (root / name).symlink_to(file)
     return names
-
-
-def _checkpoint(
-    root: Path,
-    path: Path,
-    architecture: str,
-    files: dict[str, int],
-    shards: dict[str, list[tuple[int, PlacedTensor]]],
-    headers: list[GgufHeader],
-    types: Mapping[int, GgmlType],
-) -> GgufCheckpoint:
-    """Return the checkpoint whose shards have these tensors, each with the number of its GGUF file."""
-    weights: dict[str, Weight] = {}
-    where: dict[str, Location] = {}
-
-    for shard, group in shards.items():
-        for _, tensor in group:
-            blocks = Blocks(tensor.head_rows, tensor.plus_one)
-            kind = types[tensor.stored.type_id]
-            weights[tensor.name] = gguf_weight(tensor.name, tensor.shape, tensor.stored, kind, blocks)
-            where[tensor.name] = Location(shard, tensor.stored.offset)
-
-    owner = {shard: headers[group[0][0]] for shard, group in shards.items()}
-    return GgufCheckpoint(
-        root=root,
-        config=read_config(root),
-        architecture=architecture,
-        shards={shard: header.size for shard, header in owner.items()},
-        headers={shard: header.digest for shard, header in owner.items()},
-        tensors={name: weight.codes for name, weight in weights.items()},
-        where=where,
-        indexed=len(shards) > 1,
-        files=files,
-        left_out=(),
-        weights=weights,
-        file=path,
-    )
 
 
 def _all_tensors(files: list[Path], headers: list[GgufHeader]) -> tuple[dict[str, int], dict[str, GgufTensor]]:
@@ -295,20 +277,6 @@ def _all_files(path: Path) -> list[Path]:
             if not file.exists():
                 raise SourceError(f"{file.name} is missing from {file.parent}", "download or copy it again")
     return files
-
-
-def _check_split(files: list[Path], headers: list[GgufHeader]) -> None:
-    """Refuse files whose metadata say that they are other parts than their names do."""
-    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
-        part = header.metadata.get("split.no", 0)
-        count = header.metadata.get("split.count", 0)
-        # Older files that are whole have a count of 0 or 1, or none.
-        if (part, max(count, 1) if isinstance(count, int) else count) != (number, len(files)):
-            raise SourceError(
-                f"{file.name} says that it is part {short_repr(part)} of {short_repr(count)} (split.no and "
-                "split.count)",
-                "give files their first names: NAME-00001-of-00003.gguf and so on",
-            )
 
 
 def _shards(tensors: list[tuple[int, PlacedTensor]]) -> Iterator[list[tuple[int, PlacedTensor]]]:
@@ -426,12 +394,7 @@ def gguf_config(
             f"{name} claims {layers:,} layers and {experts:,} experts, and holds {len(tensors):,} tensors", DAMAGED
         )
 
-    heads = config["num_attention_heads"]
-    width = config["hidden_size"]
-    head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
-    _check(entry, config, checked, head_dim, architecture, name)
-    if config["num_hidden_layers"] in entry.scaled_by_width:
-        config["query_pre_attn_scalar"] = width // heads
+    _set_heads(config, entry, architecture, checked, name)
 
     if rope_factors is not None:
         config["rope_scaling"] = _llama3_scaling(rope_factors, config, name)
@@ -452,25 +415,13 @@ def gguf_config(
     return {**config, "tie_word_embeddings": HEAD not in tensors, "dtype": "bfloat16"}
 
 
-def _require_number(value: Any, key: str, config_key: str, largest: int, name: str) -> None:
-    """Refuse what is no number of its kind, and sizes that the file's tensors cannot have."""
-    if config_key in _FLOATS:
-        sound = isinstance(value, float) and math.isfinite(value) and value > 0
-    else:
-        sound = type(value) is int and 1 <= value <= (1 << 31 if config_key in _UNBOUNDED else largest)
-    if not sound:
-        raise SourceError(f"{name}: {key} is {short_repr(value)}, which its tensors contradict", _NOT_REBUILT)
-
-
-def _check(
-    entry: GgufArchitecture,
-    config: dict[str, Any],
-    checked: Mapping[str, Any],
-    head_dim: Any,
-    architecture: str,
-    name: str,
+def _set_heads(
+    config: dict[str, Any], entry: GgufArchitecture, architecture: str, checked: Mapping[str, Any], name: str
 ) -> None:
-    """Compare keys that follow from others."""
+    """Add the sizes of heads to a config, and refuse those that it has no key for."""
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
+    head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
     if type(head_dim) is not int or not 0 < head_dim <= config["hidden_size"] or head_dim % 2:
         raise SourceError(f"{name}: {architecture} has heads of {short_repr(head_dim)} dimensions", _NOT_REBUILT)
     values = checked.get("attention.value_length", head_dim)
@@ -484,6 +435,18 @@ def _check(
         )
     if partial:
         config["partial_rotary_factor"] = rotated / head_dim
+    if config["num_hidden_layers"] in entry.scaled_by_width:
+        config["query_pre_attn_scalar"] = width // heads
+
+
+def _require_number(value: Any, key: str, config_key: str, largest: int, name: str) -> None:
+    """Refuse what is no number of its kind, and sizes that the file's tensors cannot have."""
+    if config_key in _FLOATS:
+        sound = isinstance(value, float) and math.isfinite(value) and value > 0
+    else:
+        sound = type(value) is int and 1 <= value <= (1 << 31 if config_key in _UNBOUNDED else largest)
+    if not sound:
+        raise SourceError(f"{name}: {key} is {short_repr(value)}, which its tensors contradict", _NOT_REBUILT)
 
 
 def _rope_scaling(scaling: Mapping[str, Any], architecture: str, name: str) -> dict[str, Any]:
