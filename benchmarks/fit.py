@@ -32,6 +32,7 @@ from openquant.formats.schemes import find_scheme
 from openquant.hub.source import find_source
 from openquant.options import Texts
 from openquant.plan.plan import Plan, make_plan
+from openquant.streaming.interleaved import TextRun
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.session import find_tokenizer
 from openquant.weights.find import decoded_view
@@ -72,8 +73,8 @@ def main() -> None:
     mixtures["attention int8-weights, the rest nvfp4"] = attention
     texts = Texts(tuple(options.text), samples=options.samples, length=options.length)
     corpus = read_corpus(texts, find_tokenizer(find_source(str(options.source)), checkpoint), "evaluation")
-    model = StreamedModel(checkpoint)
-    found = measure_mixtures(model, units, plan.decisions.fused, corpus, list(mixtures.values()), loops(True)).records
+    run = TextRun(StreamedModel(checkpoint), corpus)
+    found = measure_mixtures(run, units, plan.decisions.fused, list(mixtures.values()), loops(True)).records
     print(f"{corpus.described}\n")
     print("| mixture | bits | KL, nats | over nvfp4 | over the one by KL |")
     print("|---|---|---|---|---|")

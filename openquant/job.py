@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .convert.conversion import worker_memory, worth_compiling
 from .distributed import Ranks
@@ -27,7 +28,13 @@ from .plan import summary
 from .plan.plan import Plan
 from .plan.serving import chosen_scales
 from .result import Reporter
+from .streaming import session
 from .streaming.memory import MemoryStep, memory_left
+
+if TYPE_CHECKING:
+    from .data.corpus import Corpus
+    from .streaming.interleaved import TextRun
+    from .streaming.pass_checkpoint import PassCheckpoint
 
 # More threads do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
@@ -58,6 +65,42 @@ class Opened:
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the source as it was when it was opened; no shard is read yet."""
         return self.source.fingerprint(self.checkpoint, self.stamps)
+
+    @contextmanager
+    def run_texts(
+        self,
+        corpus: Corpus,
+        checkpoint: PassCheckpoint | None,
+        hidden: int,
+        budget: int,
+        directory: Path,
+        processes: int = 1,
+        hashes: bool = False,
+    ) -> Iterator[TextRun]:
+        """Give the model its shards as they arrive, for texts that run through it.
+
+        Args:
+            corpus: the texts, as tokens.
+            checkpoint: file from which an interrupted pass continues; None for none.
+            hidden: bytes of the hidden states of all texts.
+            budget: bytes of them that stay in memory.
+            directory: has the file for the others.
+            processes: processes of this machine that have such a file each.
+            hashes: whether the source's shards are hashed on the way.
+
+        Yields:
+            The texts and the model.
+        """
+        # Only now is torch imported.
+        from .streaming.interleaved import TextRun
+        from .streaming.model import StreamedModel
+
+        model = StreamedModel(self.checkpoint, device=self.device)
+        progress = session.checked_progress(self.ranks, self.reporter.on_progress)
+        place = session.Scratch(directory, budget, self.run.stream, processes)
+        origin = self.source, self.fingerprint()
+        with session.streamed_run([origin], hidden, place, self.ranks, hashes, [model]) as scratch:
+            yield TextRun(model, corpus, scratch, progress, checkpoint)
 
     def output_directory(self, suffix: str) -> Path:
         """Return the output directory, which may be missing.

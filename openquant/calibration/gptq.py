@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..formats import kernels
 from ..formats.format import Format
 from ..formats.kernels import ColumnRounding, Loops
-from ..formats.numbers import Number
 from ..formats.reference import nearest
 
 # Added to each element of the Hessian's diagonal, as a share of it; ten times as much after each failed Cholesky
@@ -136,7 +136,9 @@ def round_columns(
     tensors = ColumnRounding(columns, errors, propagation.coefficients, groups, of_rows(scale), zero_points)
 
     if loops is None or weight.device.type != "cpu":
-        round_panel = partial(_round_panel, tensors, fmt.number)
+        round_panel = partial(
+            kernels.round_panel, tensors, fmt.number, nearest=lambda quotients: nearest(quotients.float(), fmt.number)
+        )
     else:
         arrays = ColumnRounding(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
         round_panel = partial(loops.round_panel, arrays, fmt.number)
@@ -169,20 +171,3 @@ def work_in_panels(
     work_in_panels(into, errors, coefficients, low, middle, work)
     into[middle:high].addmm_(coefficients[low:middle, middle:high].T, errors[low:middle])
     work_in_panels(into, errors, coefficients, middle, high, work)
-
-
-def _round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:
-    """Round columns low to high, and add the error of each to the later ones of them, as kernels.round_panel does."""
-    columns, errors, coefficients, groups, scales, zero_points = weight
-    for column in range(low, high):
-        group = groups[column]
-        quotients = columns[column] / scales[group]
-        if zero_points is not None:
-            quotients += zero_points[group]
-
-        values = nearest(quotients.float(), number)
-        columns[column] = values
-        if zero_points is not None:
-            values = values - zero_points[group]
-        errors[column] -= values * scales[group]
-        columns[column + 1 : high].addr_(coefficients[column, column + 1 : high], errors[column])

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.corpus import Corpus
 from ..distributed import Ranks
 from ..errors import SourceError
 from ..files.shardfile import Bytes, LayerStore, TensorInfo
@@ -43,43 +42,36 @@ from ..formats.schemes import Scheme
 from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.architecture import ModuleRules
-from ..streaming.interleaved import ExpertWeights, ModuleHooks, run_with_hooks
+from ..streaming.interleaved import ExpertWeights, ModuleHooks, TextRun
 from ..streaming.memory import BLOCK, ROWS, hessian_nbytes
-from ..streaming.model import Advanced, StreamedModel
+from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile, view_bytes
-from ..streaming.pass_checkpoint import PassCheckpoint
 from ..threads import in_parallel
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, damp, find_error_propagation, round_columns
 from .observers import RunningStatistics, find_hook_points, require_finite_inputs
 from .sensitivity import Sensitivities
-from .tuning import tune_rounding
+from .tuning import Tuning
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24
 
 
 def round_layers(
-    model: StreamedModel,
+    run: TextRun,
     plan: Plan,
-    corpus: Corpus,
     store: LayerStore,
     loops: kernels.Loops,
-    *,
     max_hessian_bytes: int,
     ranks: Ranks | None = None,
     sensitivities: Sensitivities | None = None,
-    scratch: OffloadFile | None = None,
-    progress: Advanced | None = None,
-    pass_checkpoint: PassCheckpoint | None = None,
 ) -> None:
     """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
 
     Args:
-        model: the source model, whose weights are loaded one decoder layer at a time.
+        run: the calibration texts and the source model, whose weights are loaded one decoder layer at a time.
         plan: says which weights are rounded, and in which schemes.
-        corpus: the calibration texts, as tokens.
         store: where rounded layers are written; a layer that is there already is not rounded again.
         loops: the module that chooses scales and rounds: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; a layer whose Hessians take
@@ -87,10 +79,6 @@ def round_layers(
         ranks: the processes that share the layers: rank 1 of 4 rounds layers 1, 5, 9, ...; None for this one alone.
         sensitivities: how much tokens count in the Hessians of Linears, by group (`hessian_groups`), and outputs in the
             errors; None if all count alike, as they do in experts.
-        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
-        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
-            layers counts half.
-        pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Raises:
         SourceError: a weight cannot be read, activations are not finite, a file of the store is damaged, or the pass
@@ -99,6 +87,7 @@ def round_layers(
         PlanError: a weight is too large for its scheme.
         OutputError: a layer's file cannot be written, or hidden states do not fit on disk.
     """
+    model = run.model
     layers = model.layers
     ranks = ranks or Ranks()
     units = find_hessians(model, plan)
@@ -106,9 +95,9 @@ def round_layers(
     pending = _missing_hessians(store, units, layers)
     if not pending:
         return
-    if pass_checkpoint is not None and pass_checkpoint.done & pending.keys():
+    if run.checkpoint is not None and run.checkpoint.done & pending.keys():
         raise SourceError(
-            f"{pass_checkpoint.path} continues after layers whose files are gone from {store.path}",
+            f"{run.checkpoint.path} continues after layers whose files are gone from {store.path}",
             "remove it to begin again",
         )
     tokens, outputs = sensitivities or Sensitivities({}, {})
@@ -121,72 +110,34 @@ def round_layers(
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
 
     with OffloadFile(store.path.parent, 0) as file:
-        rounder = _Rounder(units, parts, layers, len(corpus.documents), reader, store, KeptInputs(file, model.device))
-        run_with_hooks(
-            model,
-            corpus,
-            range(len(corpus.documents)),
-            model.logits,
-            observer,
-            until=list(parts)[-1],
-            after_unit=rounder.after_unit,
-            scratch=scratch,
-            progress=progress,
-            checkpoint=pass_checkpoint,
-        )
-
-
-@dataclass
-class _Rounder:
-    """Rounds the weights of a layer once all texts are through it, a part of its Hessians at a time.
-
-    Attributes:
-        units: all Hessians, by layer.
-        parts: those that are still to be rounded, in parts that fit in memory, by layer.
-        layers: names of the decoder layers, in order.
-        texts: how many texts run through each layer.
-        reader: reads the weights.
-        store: where rounded layers are written.
-        kept: keeps the inputs of all parts of a layer but the first.
-    """
-
-    units: Mapping[str, LayerHessians]
-    parts: dict[str, list[list[Hessian]]]
-    layers: Sequence[str]
-    texts: int
-    reader: Reader
-    store: LayerStore
-    kept: KeptInputs
-
-    def __post_init__(self) -> None:
-        for unit, (first, *others) in self.parts.items():
-            for hessian in [*self.units[unit].moe_hessians, *first]:
+        documents = range(len(run.corpus.documents))
+        kept = KeptInputs(file, model.device)
+        for unit, (first, *others) in parts.items():
+            for hessian in [*units[unit].moe_hessians, *first]:
                 hessian.accumulating = True
             for hessian in itertools.chain(*others):
-                hessian.kept = self.kept
+                hessian.kept = kept
 
-    def after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
-        """Round a layer after the last text."""
-        del number, hidden
-        if unit not in self.parts or group + 1 < self.texts:
-            return
+        def after_unit(unit: str, group: int, *_: object) -> None:
+            """Round a layer after the last text."""
+            if unit not in parts or group + 1 < len(documents):
+                return
 
-        for part in self.parts[unit]:
-            for hessian in part:
-                self.kept.move_to(hessian)
-            self._round(unit, part)
+            hessians = units[unit].hessians
+            for part in parts[unit]:
+                for hessian in part:
+                    kept.move_to(hessian)
+                tensors = [tensor for hessian in part for tensor in _round_weights(hessian, reader)]
+                store.write(layers.index(unit), tensors, hessians.index(part[0]))
+                # Those of the next part take their place in memory.
+                del tensors
 
-        self.kept.clear()
-        for hessian in self.units[unit].moe_hessians:
-            hessian.accumulating = False
-            hessian.upper = None
+            kept.clear()
+            for hessian in units[unit].moe_hessians:
+                hessian.accumulating = False
+                hessian.upper = None
 
-    def _round(self, unit: str, part: list[Hessian]) -> None:
-        """Round the weights of a part's complete Hessians, and write them."""
-        hessians = self.units[unit].hessians
-        tensors = [tensor for hessian in part for tensor in _round_weights(hessian, self.reader)]
-        first = None if part == hessians else hessians.index(part[0])
-        self.store.write(self.layers.index(unit), tensors, first)
+        run.run(documents, model.logits, observer, list(parts)[-1], after_unit)
 
 
 def _missing_hessians(
@@ -413,9 +364,8 @@ class _RowRounder:
             return quotients.numpy(), scale
 
         outputs = self.outputs[first // BLOCK : first // BLOCK + -(-len(values) // BLOCK)]
-        quotients, scales = tune_rounding(
-            values, quotients, scales, shift, inputs.hessian, outputs, fmt, self.global_scale
-        )
+        tuning = Tuning(values, quotients, scales, shift, inputs.hessian, outputs, fmt, self.global_scale)
+        quotients, scales = tuning.run()
         return quotients.numpy(), scales.numpy()
 
 

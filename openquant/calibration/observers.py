@@ -2,7 +2,7 @@
 
 Each weight is read once, and only one decoder layer is in memory, so the model may be larger than memory.
 
-    inputs, kv_absmax = observe_inputs(StreamedModel(checkpoint), corpus)
+    inputs, kv_absmax = observe_inputs(TextRun(StreamedModel(checkpoint), corpus))
     inputs[0].largest       # 21.5
     kv_absmax[0]            # largest magnitudes of keys and values in layer 0: (14.25, 3.5)
 """
@@ -10,21 +10,19 @@ Each weight is read once, and only one decoder layer is in memory, so the model 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.corpus import Corpus
 from ..distributed import Ranks
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
-from ..streaming.interleaved import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts, run_with_hooks
-from ..streaming.model import Advanced, StreamedModel
-from ..streaming.offload import OffloadFile
-from ..streaming.pass_checkpoint import PassCheckpoint, dump, load
+from ..streaming.interleaved import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, TextRun, holds_experts
+from ..streaming.model import StreamedModel
+from ..streaming.pass_checkpoint import dump, load
 from ..streaming.session import documents_of_rank
 from ..weights.statistics import InputStatistics
 
@@ -155,29 +153,18 @@ class CacheObserver(TextCache):
 
 
 def observe_inputs(
-    model: StreamedModel,
-    corpus: Corpus,
-    *,
-    scratch: OffloadFile | None = None,
-    ranks: Ranks | None = None,
-    progress: Advanced | None = None,
-    pass_checkpoint: PassCheckpoint | None = None,
+    run: TextRun, ranks: Ranks | None = None
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
     """Run texts through a model, and record the inputs of its decoder layers' Linears and experts.
 
     Args:
-        model: the source model, whose weights are loaded one decoder layer at a time.
-        corpus: the calibration texts, as tokens.
-        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
+        run: the calibration texts and the source model, whose weights are loaded one decoder layer at a time.
         ranks: the processes that share the documents; None for this one alone. The first gets the statistics of all,
             each other one only those of its own documents.
-        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
-            layers counts half.
-        pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Returns:
-        The input statistics (absmax, mean magnitude and mean square of each channel), those of layers with the same
-        inputs in one, zeros for a layer that no token went into; and the largest magnitudes of keys and of values, by
+        The input statistics of each layer (absmax, mean magnitude and mean square of each channel), those of all
+        experts in one, zeros for a layer that no token went into; and the largest magnitudes of keys and of values, by
         index of each decoder layer that has a KV cache of its own. With latent attention (MLA) there are none.
 
     Raises:
@@ -185,6 +172,7 @@ def observe_inputs(
         OutputError: hidden states or the pass checkpoint cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
+    model = run.model
     entry = known_architecture(model.checkpoint)
     if entry is not None and entry.repeats:
         raise SourceError(
@@ -212,9 +200,9 @@ def observe_inputs(
     observed = [*inputs, *((layers[number], one) for number, both in caches.items() for one in both)]
     all_statistics = [statistics for _, statistics in observed]
 
-    if pass_checkpoint is not None:
-        _merge_states(all_statistics, pass_checkpoint.saved or ())
-        pass_checkpoint.extra = lambda: [statistics.state() for statistics in all_statistics]
+    if run.checkpoint is not None:
+        _merge_states(all_statistics, run.checkpoint.saved or ())
+        run.checkpoint.extra = lambda: [statistics.state() for statistics in all_statistics]
 
     def after_unit(unit: str, *_: object) -> None:
         for layer, statistics in observed:
@@ -224,19 +212,8 @@ def observe_inputs(
     def body(ids: Tensor) -> Tensor:
         return model.logits(ids, CacheObserver(model.model.config, caches) if caches else None)
 
-    documents = documents_of_rank(len(corpus.documents), ranks)
-    run_with_hooks(
-        model,
-        corpus,
-        documents,
-        body,
-        observer,
-        until=layers[-1],
-        after_unit=after_unit,
-        scratch=scratch,
-        progress=progress,
-        checkpoint=pass_checkpoint,
-    )
+    documents = documents_of_rank(len(run.corpus.documents), ranks)
+    run.run(documents, body, observer, layers[-1], after_unit)
 
     # The first rank gets what the others have recorded; the others get nothing.
     if ranks.size > 1:
@@ -244,7 +221,7 @@ def observe_inputs(
             _merge_states(all_statistics, load(data))
 
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
-    return _merge_same_inputs(statistics.to_input_statistics() for _, statistics in inputs), kv_absmax
+    return tuple(statistics.to_input_statistics() for _, statistics in inputs), kv_absmax
 
 
 def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[Mapping[str, Any]]) -> None:
@@ -264,24 +241,6 @@ def require_finite_inputs(values: Tensor, name: str) -> None:
             f"the inputs of {name} are not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
-
-
-def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:
-    """Make one of the statistics of layers with the same inputs, such as q, k and v."""
-    merged: dict[tuple[bytes, bytes, int, str], InputStatistics] = {}
-    for statistics in inputs:
-        # Layers without any token have equal statistics, but maybe not the same inputs.
-        unique = "" if statistics.tokens else statistics.tensors[0]
-        key = statistics.absmax.tobytes(), statistics.mean.tobytes(), statistics.tokens, unique
-        other = merged.get(key)
-        if other is not None:
-            statistics = replace(
-                statistics,
-                tensors=(*other.tensors, *statistics.tensors),
-                routed=other.routed or statistics.routed,
-            )
-        merged[key] = statistics
-    return tuple(merged.values())
 
 
 def find_hook_points(

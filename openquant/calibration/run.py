@@ -17,14 +17,13 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..convert.conversion import ShardProvider, loops
+from ..convert.conversion import loops
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
@@ -52,8 +51,6 @@ from .smoothing import MappingTransforms, SmoothingMapping
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
-    from ..streaming.model import StreamedModel
-    from ..streaming.offload import OffloadFile
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .sensitivity import Sensitivities
 
@@ -206,7 +203,6 @@ def _run(
         kept: ends the first line that is reported.
     """
     # Only now is torch imported.
-    from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
@@ -226,18 +222,10 @@ def _run(
     budget = session.BUDGET if free is None else free
     documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
     hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
-    model = StreamedModel(checkpoint, device=opened.device)
 
     where = Path(directory or target.path.absolute().parent)
-    with _stream(opened, model, hidden, budget, where, ranks.local_size, hashes=True) as scratch:
-        statistics, kv_absmax = observe_inputs(
-            model,
-            corpus,
-            scratch=scratch,
-            ranks=ranks,
-            progress=session.checked_progress(ranks, opened.reporter.on_progress),
-            pass_checkpoint=pass_checkpoint,
-        )
+    with opened.run_texts(corpus, pass_checkpoint, hidden, budget, where, ranks.local_size, hashes=True) as run:
+        statistics, kv_absmax = observe_inputs(run, ranks)
         # Shards that no text went through are read now.
         digest = fingerprint.hexdigest()
 
@@ -247,21 +235,6 @@ def _run(
     # The other ranks keep their checkpoints until the file is written.
     ranks.agree(None)
     pass_checkpoint.remove()
-
-
-def _stream(
-    opened: Opened,
-    model: StreamedModel,
-    hidden: int,
-    budget: int,
-    directory: Path,
-    processes: int = 1,
-    hashes: bool = False,
-) -> AbstractContextManager[OffloadFile | None]:
-    """Give a model its shards as they arrive, and a file in the directory for hidden states beyond the budget."""
-    place = session.Scratch(directory, budget, opened.run.stream, processes)
-    origin = opened.source, opened.fingerprint()
-    return session.streamed_run([origin], hidden, place, opened.ranks, hashes, [model])
 
 
 def _describe(what: str, notes: Sequence[str], pass_checkpoint: PassCheckpoint) -> str:
@@ -320,7 +293,6 @@ def _digest(job: Job) -> str:
 
 def _find_sensitivities(job: Job, corpus: Corpus, store: LayerStore) -> Sensitivities:
     """Find how much tokens and outputs count."""
-    from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import find_hessians, hessian_groups
     from .sensitivity import find_sensitivities
@@ -331,23 +303,13 @@ def _find_sensitivities(job: Job, corpus: Corpus, store: LayerStore) -> Sensitiv
 
     steps = memory.sensitivity_steps(job.checkpoint, job.plan, corpus.length)
     free = memory_left(job.run.max_memory, steps, refuse=False)
-    model = StreamedModel(job.checkpoint, device=job.device)
-    groups = hessian_groups(find_hessians(model, job.plan).values(), job.plan.entry)
-    with _stream(job, model, 0, 0, job.target.absolute().parent):
-        return find_sensitivities(
-            model,
-            corpus,
-            groups,
-            budget=session.BUDGET if free is None else free,
-            progress=session.checked_progress(job.ranks, job.reporter.on_progress),
-            pass_checkpoint=pass_checkpoint,
-        )
+    with job.run_texts(corpus, pass_checkpoint, 0, 0, job.target.absolute().parent) as run:
+        groups = hessian_groups(find_hessians(run.model, job.plan).values(), job.plan.entry)
+        return find_sensitivities(run, groups, session.BUDGET if free is None else free)
 
 
 def _round_layers(job: Job, corpus: Corpus, store: LayerStore, sensitivities: Sensitivities | None) -> None:
     """Run the texts and round this rank's decoder layers."""
-    # Only now is torch imported.
-    from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
 
@@ -360,22 +322,9 @@ def _round_layers(job: Job, corpus: Corpus, store: LayerStore, sensitivities: Se
     reporter.on_note(_describe(f"GPTQ with {corpus.described}", notes, pass_checkpoint))
 
     fast, half, max_hessian_bytes = _divide_memory(job, corpus.length)
-    model = StreamedModel(job.checkpoint, device=job.device)
     hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
-    with _stream(job, model, hidden, half, job.target.absolute().parent, ranks.local_size) as scratch:
-        round_layers(
-            model,
-            plan,
-            corpus,
-            store,
-            loops(fast),
-            max_hessian_bytes=max_hessian_bytes,
-            ranks=ranks,
-            sensitivities=sensitivities,
-            scratch=scratch,
-            progress=session.checked_progress(ranks, reporter.on_progress),
-            pass_checkpoint=pass_checkpoint,
-        )
+    with job.run_texts(corpus, pass_checkpoint, hidden, half, job.target.absolute().parent, ranks.local_size) as run:
+        round_layers(run, plan, store, loops(fast), max_hessian_bytes, ranks, sensitivities)
 
     pass_checkpoint.remove()
 
@@ -590,7 +539,7 @@ def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTran
     if usable.mappings:
         job.reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
 
-    outcomes = _ScaleSearch(job, usable.mappings, choose).run()
+    outcomes = _choose_scales(job, usable.mappings, choose)
     parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
 
     unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
@@ -610,62 +559,46 @@ def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTran
     return replace(transforms, notes=tuple(notes), title=title)
 
 
-@dataclass
-class _ScaleSearch:
-    """One call of `smoothing_transforms`: what was chosen so far, for each mapping by its number."""
+def _choose_scales(
+    job: Job, mappings: Sequence[SmoothingMapping], choose: ChooseScale
+) -> list[MappingTransforms | str]:
+    """Return for each mapping what it changes, or why it is not used."""
+    plan = job.plan
+    ranks = job.ranks
+    directory = job.target.absolute().parent
+    layer_counts = [
+        sum(name in plan.layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in mappings
+    ]
+    outcomes: dict[int, MappingTransforms | str] = {}
+    lock = threading.Lock()
 
-    job: Job
-    mappings: Sequence[SmoothingMapping]
-    choose: ChooseScale
+    def choose_scale(reader: Reader, number: int) -> None:
+        mapping = mappings[number]
+        scale = choose(mapping, reader)
+        outcome = scale if isinstance(scale, str) else smoothing.apply_smoothing(mapping, scale, plan, reader)
+        with lock:
+            outcomes[number] = outcome
+            job.reporter.on_progress(sum(layer_counts[each] for each in outcomes), sum(layer_counts), "layers")
 
-    def __post_init__(self) -> None:
-        self.outcomes: dict[int, MappingTransforms | str] = {}
-        layers = self.job.plan.layers
-        self.layer_counts = [
-            sum(name in layers for name in (mapping.smooth_layer, *mapping.balance_layers)) for mapping in self.mappings
-        ]
-        self.done = 0
-        self.lock = threading.Lock()
+    workers = job.workers
+    per_thread = smoothing.search_memory(plan)
+    if job.run.max_memory is not None and per_thread:
+        workers = max(1, min(workers, (job.run.max_memory - resident()) // per_thread))
 
-    def run(self) -> list[MappingTransforms | str]:
-        """For each mapping what it changes, or why it is not used."""
-        stream = self.job.run.stream
-        ranks = self.job.ranks
-        source = self.job.source
-        directory = self.job.target.absolute().parent
+    tasks = [(str(number), number) for number in range(len(mappings))]
+    needs: dict[str, list[str]] = {}
+    if job.source.remote:
+        needs = {what: smoothing.mapping_shards(mappings[number], plan) for what, number in tasks}
+    if needs and job.run.stream:
+        directory.mkdir(parents=True, exist_ok=True)
 
-        tasks = [(str(number), number) for number in range(len(self.mappings))]
-        needs: dict[str, list[str]] = {}
-        if source.remote:
-            needs = {what: smoothing.mapping_shards(self.mappings[number], self.job.plan) for what, number in tasks}
-        if needs and stream:
-            directory.mkdir(parents=True, exist_ok=True)
-
-        with supply_shards([(source, needs)], stream, directory, times=ranks.local_size) as [supply]:
-            begin = partial(self._begin, supply)
-            session.work_as_shards_arrive(tasks, supply, begin, self._workers(), threading.Event(), ranks)
-        return [self.outcomes[number] for _, number in tasks]
-
-    def _workers(self) -> int:
-        """How many threads memory allows."""
-        workers = self.job.workers
-        limit = self.job.run.max_memory
-        per_thread = smoothing.search_memory(self.job.plan)
-        if limit is None or not per_thread:
-            return workers
-        return max(1, min(workers, (limit - resident()) // per_thread))
-
-    def _begin(self, supply: ShardProvider) -> Callable[[int], None]:
-        return partial(self._choose_scale, Reader(self.job.plan.decoded.where, supply.path))
-
-    def _choose_scale(self, reader: Reader, number: int) -> None:
-        plan = self.job.plan
-        mapping = self.mappings[number]
-        scale = self.choose(mapping, reader)
-        if isinstance(scale, str):
-            self.outcomes[number] = scale
-        else:
-            self.outcomes[number] = smoothing.apply_smoothing(mapping, scale, plan, reader)
-        with self.lock:
-            self.done += self.layer_counts[number]
-            self.job.reporter.on_progress(self.done, sum(self.layer_counts), "layers")
+    with supply_shards([(job.source, needs)], job.run.stream, directory, times=ranks.local_size) as [supply]:
+        session.work_as_shards_arrive(
+            tasks,
+            supply,
+            lambda: partial(choose_scale, Reader(plan.decoded.where, supply.path)),
+            workers,
+            threading.Event(),
+            ranks,
+        )
+    return [outcomes[number] for _, number in tasks]

@@ -30,11 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..data.corpus import Corpus
 from ..errors import OpenQuantError
-from ..streaming.interleaved import ForwardPass, explain_errors, run_interleaved
+from ..streaming.interleaved import ForwardPass, TextRun, explain_errors, run_interleaved
 from ..streaming.memory import BLOCK, hidden_bytes
 from ..streaming.meta_model import REST
-from ..streaming.model import Advanced, StreamedModel, limited_threads, products_in_float32
-from ..streaming.pass_checkpoint import PassCheckpoint
+from ..streaming.model import StreamedModel, limited_threads, products_in_float32
 
 # Power of the sum of squares. One draw of the gradient says little of a single token, and a few tokens have most of the
 # sum: on SmolLM2 with 12k tokens, 0.5, 0.7 and 1 gave 0.847, 0.819 and 0.836 of GPTQ's KL in int4.
@@ -60,27 +59,16 @@ class Sensitivities(NamedTuple):
     outputs: dict[str, Tensor]
 
 
-def find_sensitivities(
-    model: StreamedModel,
-    corpus: Corpus,
-    groups: Mapping[str, str],
-    *,
-    budget: int,
-    progress: Advanced | None = None,
-    pass_checkpoint: PassCheckpoint | None = None,
-) -> Sensitivities:
+def find_sensitivities(run: TextRun, groups: Mapping[str, str], budget: int) -> Sensitivities:
     """Find how much a model's answers depend on the outputs of its layers.
 
     What is found does not depend on memory.
 
     Args:
-        model: the source model. All its shards must be on disk.
-        corpus: the texts, as tokens.
+        run: the texts and the source model, all of whose shards must be on disk. Hidden states stay in memory.
         groups: for each Linear, by module name, the name of its group, whose outputs count together. Each computes all
             tokens of a text.
         budget: bytes of memory for what goes into the layers; one document may take more.
-        progress: called with the number of tokens that are done and of all tokens.
-        pass_checkpoint: file from which an interrupted run continues; None for none.
 
     Raises:
         SourceError: a weight cannot be read.
@@ -89,12 +77,14 @@ def find_sensitivities(
     """
     if not groups:
         return Sensitivities({}, {})
+    model = run.model
+    corpus = run.corpus
     recorder = _GradientRecorder(groups, len(corpus.documents), corpus.length)
     done = 0
-    if pass_checkpoint is not None:
-        if pass_checkpoint.saved is not None:
-            done, recorder.squares, recorder.outputs = pass_checkpoint.saved
-        pass_checkpoint.extra = lambda: (done, recorder.squares, recorder.outputs)
+    if run.checkpoint is not None:
+        if run.checkpoint.saved is not None:
+            done, recorder.squares, recorder.outputs = run.checkpoint.saved
+        run.checkpoint.extra = lambda: (done, recorder.squares, recorder.outputs)
 
     documents = range(len(corpus.documents))
     inputs_of_layers = len(model.layers) * hidden_bytes(model.checkpoint, corpus.length)
@@ -108,10 +98,10 @@ def find_sensitivities(
             _run_back_and_forth(model, corpus, some[::-1], recorder)
 
             done += len(some)
-            if progress is not None:
-                progress(done * corpus.length, len(documents) * corpus.length)
-            if pass_checkpoint is not None:
-                pass_checkpoint.write_measured(is_last=done == len(documents))
+            if run.progress is not None:
+                run.progress(done * corpus.length, len(documents) * corpus.length)
+            if run.checkpoint is not None:
+                run.checkpoint.write_measured(is_last=done == len(documents))
 
     for group, squares in recorder.squares.items():
         if not torch.isfinite(squares).all():

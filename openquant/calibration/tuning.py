@@ -6,7 +6,7 @@ KL divergence over the outputs (sensitivity.py): errors of several outputs cance
 is set to the least squares of that sum, and each code to the one that makes it least while all others stay. On SmolLM2
 in int4 weighed tokens leave 0.82 of the KL of `--gptq`, and this 0.71 (docs/results.md).
 
-    quotients, scale = tune_rounding(weight, quotients, scale, None, hessian, outputs, scheme.format)
+    quotients, scale = Tuning(weight, quotients, scale, None, hessian, outputs, scheme.format).run()
 """
 
 from __future__ import annotations
@@ -32,42 +32,6 @@ ROUNDS = 3
 # Of conjugate gradients: on SmolLM2's first layers two leave as much of the loss as twelve.
 STEPS = 2
 _TINY = 1e-30
-
-
-def tune_rounding(
-    weight: Tensor,
-    quotients: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    hessian: Tensor,
-    outputs: Tensor,
-    fmt: Format,
-    global_scale: Floats | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Move the scales and codes of a rounded weight.
-
-    Args:
-        weight: float32 [out, in].
-        quotients: float32 [out, in], what `round_columns` returned for it: weight = (quotient - zero_point) * scale.
-        scale: float32 [out / group height, in / group width], as for `round_columns`.
-        zero_point: float32, shaped as `scale`; None for symmetric formats.
-        hessian: the Hessian of its inputs, float32 [in, in], damped (`gptq.damp`); divided by any number, so that
-            products with it do not overflow.
-        outputs: the curvature over its outputs, float32 [blocks, BLOCK, BLOCK].
-        fmt: the format that the weight is stored in.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None without one.
-
-    Returns:
-        The quotients and scales, shaped as those given. Scales of whole rows and of groups of a row move, unless they
-        are powers of two; all of them can be stored.
-    """
-    assert len(outputs) == -(-len(weight) // BLOCK)
-    tuning = _Tuning(weight, quotients, scale, zero_point, hessian, _steady(outputs), fmt, global_scale)
-    for _ in range(ROUNDS):
-        tuning.refit_scales()
-        tuning.move_codes()
-    tuning.refit_scales()
-    return tuning.result()
 
 
 def _steady(outputs: Tensor) -> Tensor:
@@ -123,10 +87,21 @@ def _solve(multiply: Callable[[Tensor], Tensor], diagonal: Tensor, right: Tensor
 
 
 @dataclass(eq=False)
-class _Tuning:
-    """A weight that is tuned. All matrices are transposed, so that each column is contiguous, and filled up to blocks.
+class Tuning:
+    """Moves the scales and codes of a rounded weight.
 
-    The arguments are those of `tune_rounding`.
+    While it works all matrices are transposed, so that each column is contiguous, and filled up to blocks.
+
+    Args:
+        weight: float32 [out, in].
+        quotients: float32 [out, in], what `round_columns` returned for it: weight = (quotient - zero_point) * scale.
+        scale: float32 [out / group height, in / group width], as for `round_columns`.
+        zero_point: float32, shaped as `scale`; None for symmetric formats.
+        hessian: the Hessian of its inputs, float32 [in, in], damped (`gptq.damp`); divided by any number, so that
+            products with it do not overflow.
+        outputs: the curvature over its outputs, float32 [blocks, BLOCK, BLOCK].
+        fmt: the format that the weight is stored in.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; None without one.
     """
 
     weight: Tensor
@@ -136,9 +111,11 @@ class _Tuning:
     hessian: Tensor
     outputs: Tensor
     fmt: Format
-    global_scale: Floats | None
+    global_scale: Floats | None = None
 
     def __post_init__(self) -> None:
+        assert len(self.outputs) == -(-len(self.weight) // BLOCK)
+        self.outputs = _steady(self.outputs)
         self.shape = self.weight.shape
         self.height = self.fmt.group[0] or len(self.weight)
         self.width = self.fmt.group[1] or self.shape[1]
@@ -208,7 +185,7 @@ class _Tuning:
 
         weighed = self._weigh_errors()
         changes = torch.zeros_like(weighed)
-        descent = compiled.Descent(
+        descent = (
             self.quotients.numpy(),
             weighed.numpy(),
             changes.numpy(),
@@ -220,8 +197,18 @@ class _Tuning:
         move_panel = partial(compiled.move_panel, descent, self.fmt.number)
         work_in_panels(weighed, changes, self.hessian, 0, self.shape[1], move_panel)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """The quotients and the scales, as tune_rounding returns them."""
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Move scales and codes.
+
+        Returns:
+            The quotients and scales, shaped as those given. Scales of whole rows and of groups of a row move, unless
+            they are powers of two; all of them can be stored.
+        """
+        for _ in range(ROUNDS):
+            self.refit_scales()
+            self.move_codes()
+        self.refit_scales()
+
         rows = self.shape[0]
         scale = self.scales[:, :rows].T[:: self.height]
         return self.quotients[:, :rows].T.contiguous(), scale.reshape(self.scale.shape).contiguous()

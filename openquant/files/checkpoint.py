@@ -19,13 +19,14 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
 from . import model_files
-from .shardfile import DAMAGED, Location, TensorInfo, read_header
+from .shardfile import DAMAGED, Location, TensorInfo, read_at, read_header
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 
@@ -226,8 +227,7 @@ def _read_quant_states(root: Path, remote: Mapping[str, RemoteFile], found: _Sha
         if shard in remote:
             return remote[shard].read(offset, info.nbytes)
         with model_files.open_regular(root / shard, shard) as file:
-            file.seek(offset)
-            return file.read(info.nbytes)
+            return read_at(file, offset, info.nbytes)
 
     states = [info for name, info in found.tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
     contents = in_parallel(read, states, HEADERS_AT_ONCE)
@@ -252,12 +252,7 @@ def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo,
     try:
         with model_files.open_regular(path, str(path)) as file:
             size = os.fstat(file.fileno()).st_size
-
-            def read(offset: int, length: int) -> bytes:
-                file.seek(offset)
-                return file.read(length)
-
-            return size, *read_header(read, size, str(path))
+            return size, *read_header(partial(read_at, file), size, str(path))
     except FileNotFoundError:
         raise SourceError(f"{name} is missing from {path.parent}", "download or copy it again") from None
 

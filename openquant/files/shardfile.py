@@ -6,15 +6,15 @@ small tensors go through the cache, many at once, because each such write waits 
 two kinds never touch the same block.
 
 A LayerStore is a directory beside the output, which has one or more files for each decoder layer until the conversion
-copies them. A file is whole or missing, and names its run and the digest of its tensors, so that a run that continues
-takes only its own files.
+copies them. A file is whole or missing, and its name begins with its run's digest, so that a run that continues takes
+only its own files.
 
     store = LayerStore(Path("Qwen3-8B-INT4.rounded"), "5f70bf..")
     store.claim()
     info = TensorInfo("model.layers.0.mlp.up_proj.weight_packed", "I32", (8, 1))
     store.write(0, [(info, data)])
     store.stored(0)                         # {info}; empty if this run has not written layer 0
-    store.places()[info.name]               # TensorPlace(.../000.safetensors, 184)
+    store.places()[info.name]               # TensorPlace(.../5f70bf..-000-0.safetensors, 184)
 
 A safetensors file is 8 bytes (little-endian header length), a JSON header, and the tensors without holes
 (https://huggingface.co/docs/safetensors). All rules of that format are checked here, so later code can trust offsets.
@@ -29,18 +29,19 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import OutputError, SourceError
 from .destination import output_errors, write_atomic
-from .model_files import parse_json, refuse_pointer, short_repr
+from .model_files import refuse_pointer, short_repr
 from .output import OutputDirectory
 
 Bytes = npt.NDArray[np.uint8]
@@ -139,7 +140,6 @@ class ShardFile:
         header: bytes before the first tensor.
         size: size of the whole file in bytes.
         output: the output directory.
-        check: called with the path of the complete file before it gets its final name; raises if it is wrong.
         on_published: called with the file name once it is final.
         on_written: called with the number of bytes after each write.
     """
@@ -148,7 +148,6 @@ class ShardFile:
     header: bytes
     size: int
     output: OutputDirectory
-    check: Callable[[Path], None]
     on_published: Callable[[str], None]
     on_written: Callable[[int], None]
 
@@ -188,7 +187,7 @@ class ShardFile:
 
         Raises:
             OutputError: the disk is full or fails.
-            Exception: what `on_written` raises, and `check` and `on_published` in the write that completes the file.
+            Exception: what `on_written` raises, and `on_published` in the write that completes the file.
         """
         view = data.reshape(-1).view(np.uint8)
         with output_errors(self.path):
@@ -244,7 +243,6 @@ class ShardFile:
         with output_errors(self.path):
             os.fsync(self._handle)
         self.close()
-        self.check(self.output.partial(self.name))
         self.output.publish(self.name)
         self.on_published(self.name)
 
@@ -262,15 +260,11 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(handle, view[done:], offset + done)
 
 
-_KIND = "openquant rounded"
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(
-    r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}(-\d+-of-\d+)?\.passes(\.tuned)?(\.new)?|\.openquant-[0-9a-f]{16}\.partial"
+    r"[0-9a-f]{16}-(\d{3,}-\d+\.safetensors|\d+-of-\d+\.passes(\.new)?)|[0-9a-f]{16}\.passes(\.tuned)?(\.new)?"
+    r"|\.openquant-[0-9a-f]{16}\.partial"
 )
-
-
-# Bytes that are hashed at a time.
-_PIECE = 1 << 22
 
 
 class TensorPlace(NamedTuple):
@@ -291,11 +285,13 @@ class LayerStore:
     def __init__(self, path: Path, run_digest: str) -> None:
         self.path = path
         self.run_digest = run_digest
+        # How the names of this run's files begin.
+        self._prefix = run_digest[:16]
 
     @property
     def sensitivities(self) -> Path:
         """Path of the file with what was found of how much tokens and outputs count."""
-        return self.path / f"{self.run_digest[:16]}.passes.tuned"
+        return self.path / f"{self._prefix}.passes.tuned"
 
     def pass_checkpoint(self, rank: int, size: int) -> Path:
         """Return the path of a pass checkpoint, from which an interrupted pass continues.
@@ -304,7 +300,7 @@ class LayerStore:
             rank: the process whose pass it is.
             size: the number of processes. A run with another number begins its passes again.
         """
-        return self.path / f"{self.run_digest[:16]}-{rank}-of-{size}.passes"
+        return self.path / f"{self._prefix}-{rank}-of-{size}.passes"
 
     @property
     def nbytes(self) -> int:
@@ -317,7 +313,6 @@ class LayerStore:
 
         Raises:
             OutputError: it has a file that no run writes, or cannot be written.
-            SourceError: the header of a file with layers is damaged.
         """
         with output_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -327,14 +322,12 @@ class LayerStore:
                 raise OutputError(
                     f"{foreign[0]} was not made by openquant", "move it away, or choose another directory with -o"
                 )
-
             for path in paths:
-                is_own_layer = path.suffix == ".safetensors" and self._header(path) is not None
-                if not is_own_layer and not path.name.startswith(self.run_digest[:16]):
+                if not path.name.startswith(self._prefix):
                     path.unlink()
 
     def stored(self, number: int) -> set[TensorInfo]:
-        """Return the tensors of a decoder layer that this run has written. The digests of their files are checked.
+        """Return the tensors of a decoder layer that this run has written.
 
         Args:
             number: number of the decoder layer.
@@ -343,72 +336,43 @@ class LayerStore:
             SourceError: a file is damaged.
             OutputError: a file cannot be read.
         """
-        # 007.safetensors, or 007-0.safetensors and so on for its parts.
-        paths = [*self.path.glob(f"{number:03d}.safetensors"), *self.path.glob(f"{number:03d}-*.safetensors")]
-        return {info for path in sorted(paths) for info in self._check_file(path)}
+        return {info for info, _, _ in self._tensors(f"{number:03d}-")}
 
     def places(self) -> dict[str, TensorPlace]:
-        """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read, no digest is
-        checked.
+        """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read.
 
         Raises:
             SourceError: a file is damaged.
+            OutputError: a file cannot be read.
         """
-        places: dict[str, TensorPlace] = {}
+        return {info.name: TensorPlace(path, offset) for info, path, offset in self._tensors()}
+
+    def _tensors(self, layer: str = "") -> Iterator[tuple[TensorInfo, Path, int]]:
+        """Yield the tensors of a layer or of all, with their files and offsets."""
         with output_errors(self.path, "read"):
-            for path in sorted(self.path.glob("*.safetensors")):
-                header = self._header(path)
-                if header is None:
-                    continue
-                for info, offset in header[1]:
-                    places[info.name] = TensorPlace(path, offset)
-        return places
+            for path in sorted(self.path.glob(f"{self._prefix}-{layer}*.safetensors")):
+                with path.open("rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    try:
+                        _, tensors = read_header(partial(read_at, file), size, str(path))
+                    except SourceError as error:
+                        raise SourceError(error.message, "remove it; its layers are then quantized again") from None
+                for info, offset in tensors:
+                    yield info, path, offset
 
-    def _check_file(self, path: Path) -> list[TensorInfo]:
-        """Return the tensors of a file, if it is this run's, and check its digest."""
-        with output_errors(path, "read"):
-            header = self._header(path)
-            if header is None:
-                return []
-
-            expected_digest, tensors = header
-            infos = [info for info, _ in tensors]
-            digest = self._digest(infos)
-            with path.open("rb") as file:
-                file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
-                while data := file.read(_PIECE):
-                    digest.update(data)
-        if digest.hexdigest() != expected_digest:
-            raise damaged_file(path)
-        return infos
-
-    def write(self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None) -> None:
+    def write(self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int = 0) -> None:
         """Write tensors of a decoder layer to a file.
 
         Args:
             number: number of the decoder layer.
             tensors: its tensors, each with its bytes, uint8.
-            part: number of the part, if the layer is written in several files; None for a single file.
+            part: number of the part, if the layer is written in several files.
 
         Raises:
             OutputError: the disk is full, or the file cannot be written.
         """
-        digest = self._digest([info for info, _ in tensors])
-        for info, data in tensors:
-            assert data.nbytes == info.nbytes
-            digest.update(data.data)
-
-        facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
-        header = make_header([info for info, _ in tensors], {_KIND: facts})
-        name = f"{number:03d}"
-        if part is not None:
-            name += f"-{part}"
-        path = self.path / f"{name}.safetensors"
-        write_atomic(path, header, *(data.data for _, data in tensors))
-
-    def _digest(self, tensors: Sequence[TensorInfo]) -> hashlib._Hash:
-        """Return a hash of the run and the tensors' descriptions, to be updated with their bytes."""
-        return hashlib.sha256(json.dumps([self.run_digest, tensors]).encode())
+        path = self.path / f"{self._prefix}-{number:03d}-{part}.safetensors"
+        write_atomic(path, make_header([info for info, _ in tensors]), *(data.data for _, data in tensors))
 
     def remove(self) -> None:
         """Remove all files of runs, and the directory if it is then empty."""
@@ -418,40 +382,16 @@ class LayerStore:
                     path.unlink()
             self.path.rmdir()
 
-    def _header(self, path: Path) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
-        """Return the digest in a file's header, and its tensors with their offsets; None if it is another run's."""
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-
-            def read(offset: int, length: int) -> bytes:
-                file.seek(offset)
-                return file.read(length)
-
-            try:
-                _, tensors = read_header(read, size, str(path))
-                header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
-                facts = parse_json(header["__metadata__"][_KIND].encode(), path.name)
-                run_digest = facts["about"]
-                digest = facts["sha256"]
-            except (SourceError, ValueError, LookupError, TypeError, AttributeError):
-                raise damaged_file(path) from None
-        if run_digest != self.run_digest:
-            return None
-        return str(digest), tensors
-
 
 def _is_ours(path: Path) -> bool:
     """Return whether a path can be that of a file that a run wrote."""
     return _OURS.fullmatch(path.name) is not None and path.is_file() and not path.is_symlink()
 
 
-def damaged_file(path: Path) -> SourceError:
-    """Return the error for a file of stored layers that is not as it was written. The caller raises it.
-
-    Args:
-        path: the file.
-    """
-    return SourceError(f"{path} is damaged", "remove it; its layers are then quantized again")
+def read_at(file: BinaryIO, offset: int, length: int) -> bytes:
+    """Return `length` bytes of a file from `offset` on."""
+    file.seek(offset)
+    return file.read(length)
 
 
 # Bits per element of all dtypes of safetensors 0.8.
@@ -607,7 +547,7 @@ def _check_tensor(file: str, tensor: str, dtype: Any, shape: tuple[Any, ...]) ->
     return TensorInfo(tensor, dtype, shape)
 
 
-def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
+def make_header(tensors: list[TensorInfo]) -> bytes:
     """Make the bytes of a safetensors file before its first tensor.
 
     Args:
@@ -617,7 +557,7 @@ def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = 
     Returns:
         The bytes, padded to a multiple of 8 as the format requires. The first tensor follows them.
     """
-    entries: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for info in tensors:
         entries[info.name] = {

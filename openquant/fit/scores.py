@@ -33,11 +33,9 @@ from ..formats.format import read_activation_quantization
 from ..formats.kernels import Loops, choose_scales, choose_shared_scale
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..streaming.interleaved import ForwardPass, hidden_state, holds_experts, run_interleaved
+from ..streaming.interleaved import ForwardPass, TextRun, hidden_state, holds_experts, run_interleaved
 from ..streaming.meta_model import write_bfloat16
-from ..streaming.model import Advanced, PassProgress, StreamedModel, limited_threads, products_in_float32
-from ..streaming.offload import OffloadFile
-from ..streaming.pass_checkpoint import PassCheckpoint
+from ..streaming.model import PassProgress, StreamedModel, limited_threads, products_in_float32
 from ..weights.find import decoded_view
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
@@ -180,33 +178,23 @@ def _inputs_of(scheme: Scheme) -> QuantizedInputs | None:
 
 
 def measure_mixtures(
-    model: StreamedModel,
+    texts: TextRun,
     units: Sequence[Unit],
     fused: Mapping[str, tuple[str, ...]],
-    corpus: Corpus,
     mixtures: Sequence[Mixture],
     loops: Loops,
-    *,
     changes: Mapping[int, Sequence[str]] | None = None,
-    scratch: OffloadFile | None = None,
-    progress: Advanced | None = None,
-    checkpoint: PassCheckpoint | None = None,
 ) -> Measured:
     """Run the source and mixtures of it over texts, in one pass.
 
     Args:
-        model: the source's model.
-        units: its units.
+        texts: the texts and the source's model. With `changes`, all hidden states are kept in memory or its file.
+        units: the model's units.
         fused: for each module that engines fuse with others, all members of its group.
-        corpus: the texts, as tokens.
         mixtures: the choice of each unit, by its number; units that are missing stay unquantized.
         loops: the module that chooses scales: formats.kernels (numpy) or formats.compiled (numba).
         changes: units whose layer also runs with each of these choices, for the change of the hidden state after it.
             All documents then go through a layer together.
-        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory. With `changes`
-            all are kept.
-        progress: called with the number of tokens that are done and of all tokens.
-        checkpoint: file that an interrupted run continues from.
 
     Returns:
         What was measured.
@@ -218,16 +206,21 @@ def measure_mixtures(
         OpenQuantError: transformers' model fails on these weights or texts.
     """
     changes = changes or {}
-    run = _Run(_Quantizer(model, units, fused, loops, keeps=not changes), corpus, mixtures, changes)
-    if checkpoint is not None:
+    model = texts.model
+    run = _Run(_Quantizer(model, units, fused, loops, keeps=not changes), texts.corpus, mixtures, changes)
+    if texts.checkpoint is not None:
         # It saves what is measured in layers, and has what an earlier run saved.
-        checkpoint.extra = lambda: run.changed
-        run.changed.update(checkpoint.saved or {})
-    with limited_threads(model, corpus.length), run.wrapped_layers():
+        texts.checkpoint.extra = lambda: run.changed
+        run.changed.update(texts.checkpoint.saved or {})
+    with limited_threads(model, texts.corpus.length), run.wrapped_layers():
         head = [name for name in model.units if name not in model.layers and name in run.quantizer.places]
-        done = PassProgress([*model.layers, *head], (1 + len(mixtures)) * run.tokens, progress)
+        done = PassProgress([*model.layers, *head], (1 + len(mixtures)) * run.tokens, texts.progress)
         run_interleaved(
-            run.batches(), finished=run.compare, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
+            run.batches(),
+            finished=run.compare,
+            scratch=texts.scratch,
+            progress=done.layer_done,
+            checkpoint=texts.checkpoint,
         )
     changed = {key: total / run.tokens for key, total in run.changed.items()}
     return run.records, changed
@@ -511,7 +504,7 @@ def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader)
 
         # Codes are made as a conversion writes them, and decoded as a reader of its output does.
         codes = np.empty((len(bits), fmt.number.nbytes(bits.shape[1])), np.uint8)
-        reader.loops.encode_stored(bits, weight.dtype, chosen.scale, fmt.group, codes, fmt.number, chosen.zero_point)
+        reader.loops.encode_stored(bits, weight.dtype, chosen.scale, fmt, codes, chosen.zero_point)
 
         values = np.empty(bits.shape, np.float32)
         reader.loops.decode_rows(codes, fmt.number, chosen.scale, fmt.group, 0, values, chosen.zero_point)

@@ -33,12 +33,9 @@ from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_s
 from ..streaming.session import (
     BUDGET,
     TEXTS_OR_CHECKPOINTS,
-    Scratch,
-    checked_progress,
     documents_of_rank,
     find_tokenizer,
     part_path,
-    streamed_run,
 )
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
@@ -241,24 +238,9 @@ class Session:
         free = memory_left(opened.run.max_memory, [step], refuse=False)
         fast = worth_compiling(plan) and (free is None or free > COMPILED_MEMORY)
 
-        model = self._model()
         budget = BUDGET if free is None else free - fast * COMPILED_MEMORY
-        ranks = opened.ranks
-        place = Scratch(self.directory, budget, opened.run.stream, ranks.local_size)
-        origin = opened.source, opened.fingerprint()
-        with streamed_run([origin], hidden, place, ranks, hashes=False, models=[model]) as scratch:
-            return measure_mixtures(
-                model,
-                self.menu.units,
-                plan.decisions.fused,
-                corpus,
-                mixtures,
-                loops(fast),
-                changes=changes,
-                scratch=scratch,
-                progress=checked_progress(ranks, opened.reporter.on_progress),
-                checkpoint=checkpoint,
-            )
+        with opened.run_texts(corpus, checkpoint, hidden, budget, self.directory, opened.ranks.local_size) as run:
+            return measure_mixtures(run, self.menu.units, plan.decisions.fused, mixtures, loops(fast), changes)
 
 
 SUFFIX = ".scores.json"

@@ -469,7 +469,7 @@ def words_of_options(values: Mapping[str, Any], names: Sequence[str]) -> list[st
         names: names of options, in the order of the words.
     """
     known = options_of(Search)
-    changed = {name: values[name] for name in names if values[name] != known[name].default}
+    changed = {name: values[name] for name in names if values[name] and values[name] != known[name].default}
     if "candidates" in changed:
         changed["candidates"] = ",".join(changed["candidates"])
     return words_of(known, changed)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -37,7 +36,7 @@ _LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127
 
 
 @dataclass(frozen=True)
-class Number(ABC):
+class Number:
     """A numeric format.
 
     Attributes:
@@ -98,7 +97,6 @@ class Number(ABC):
             return None
         return f"its rows are not whole sets of {words} words with {self.run} codes"
 
-    @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
         """Round values to the nearest codes, ties to even; values out of range are clamped.
 
@@ -108,6 +106,7 @@ class Number(ABC):
         Returns:
             Codes, uint8 of the same shape, one per byte.
         """
+        raise NotImplementedError
 
     @property
     def zero_byte(self) -> int | None:
@@ -121,11 +120,10 @@ class Number(ABC):
         """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
         return np.take(self.values(), codes, mode="clip")
 
-    @abstractmethod
     def values(self) -> Floats:
         """Return the value of every code, float32 [2^bits]; NaN for codes that are no number."""
+        raise NotImplementedError
 
-    @abstractmethod
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
         """Return how far a weight may be from its dequantized code.
 
@@ -137,6 +135,7 @@ class Number(ABC):
         Returns:
             The largest absolute error, float32 of the shape of `weights`.
         """
+        raise NotImplementedError
 
     @cached_property
     def smallest(self) -> float:

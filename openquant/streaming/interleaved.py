@@ -164,57 +164,66 @@ def run_interleaved(
                 suspended.abandon()
 
 
-def run_with_hooks(
-    model: StreamedModel,
-    corpus: Corpus,
-    documents: Sequence[int],
-    body: Callable[[torch.Tensor], object],
-    hooks: ModuleHooks[Any],
-    *,
-    until: str,
-    after_unit: Callable[[str, int, int, torch.Tensor], None],
-    scratch: OffloadFile | None = None,
-    progress: Advanced | None = None,
-    checkpoint: PassCheckpoint | None = None,
-) -> None:
-    """Run documents through a model up to a layer, with hooks that see the inputs of its layers.
+@dataclass
+class TextRun:
+    """Texts that run through a model, layer by layer.
 
-    Args:
+    Attributes:
         model: the model.
         corpus: the texts, as tokens.
-        documents: numbers of the documents.
-        body: calls `model.model` with token ids, int64 [length].
-        hooks: are on while a layer is computed.
-        until: the last layer to compute.
-        after_unit: as in `run_interleaved`, with the place in `documents` as batch number.
         scratch: file for hidden states that exceed its budget of memory; None keeps all in memory.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
         checkpoint: file that waiting passes are saved to, and continued from if it has any.
     """
 
-    @contextmanager
-    def observe(number: int) -> Iterator[None]:
-        with products_in_float32(model.device), hooks.on(number):
-            yield
+    model: StreamedModel
+    corpus: Corpus
+    scratch: OffloadFile | None = None
+    progress: Advanced | None = None
+    checkpoint: PassCheckpoint | None = None
 
-    def make_pass(number: int) -> ForwardPass[object]:
-        ids = torch.tensor(corpus.documents[number].ids, device=model.device)
-        return ForwardPass(model, partial(body, ids), partial(observe, number))
+    def run(
+        self,
+        documents: Sequence[int],
+        body: Callable[[Tensor], object],
+        hooks: ModuleHooks[Any],
+        until: str,
+        after_unit: Callable[[str, int, int, Tensor], None],
+    ) -> None:
+        """Run documents up to a layer, with hooks that see the inputs of its layers.
 
-    resumed = frozenset() if checkpoint is None else checkpoint.done
-    layers = [layer for layer in model.layers[: model.layers.index(until) + 1] if layer not in resumed]
+        Args:
+            documents: numbers of the documents.
+            body: calls `model.model` with token ids, int64 [length].
+            hooks: are on while a layer is computed.
+            until: the last layer to compute.
+            after_unit: as in `run_interleaved`, with the place in `documents` as batch number.
+        """
+        model = self.model
 
-    with limited_threads(model, corpus.length):
-        run_interleaved(
-            [[make_pass(number)] for number in documents],
-            finished=lambda *_: None,
-            after_unit=after_unit,
-            scratch=scratch,
-            until=until,
-            progress=PassProgress(layers, len(documents) * corpus.length, progress).layer_done,
-            checkpoint=checkpoint,
-        )
+        @contextmanager
+        def observe(number: int) -> Iterator[None]:
+            with products_in_float32(model.device), hooks.on(number):
+                yield
+
+        def make_pass(number: int) -> ForwardPass[object]:
+            ids = torch.tensor(self.corpus.documents[number].ids, device=model.device)
+            return ForwardPass(model, partial(body, ids), partial(observe, number))
+
+        resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
+        layers = [layer for layer in model.layers[: model.layers.index(until) + 1] if layer not in resumed]
+
+        with limited_threads(model, self.corpus.length):
+            run_interleaved(
+                [[make_pass(number)] for number in documents],
+                finished=lambda *_: None,
+                after_unit=after_unit,
+                scratch=self.scratch,
+                until=until,
+                progress=PassProgress(layers, len(documents) * self.corpus.length, self.progress).layer_done,
+                checkpoint=self.checkpoint,
+            )
 
 
 class _Driver:

@@ -31,6 +31,7 @@ from openquant.plan.decisions import PlanOptions, rounded_tensors
 from openquant.plan.plan import Plan, make_plan
 from openquant.result import Reporter
 from openquant.run import carry_out
+from openquant.streaming.interleaved import TextRun
 from openquant.streaming.memory import BLOCK
 from openquant.streaming.model import StreamedModel
 from openquant.weights.weight import WeightTransform, WeightTransforms
@@ -170,7 +171,7 @@ def test_all_layers_of_an_architecture_have_a_hessian(shelf: Shelf, tmp_path: Pa
             folder = LayerStore(tmp_path / name, "0" * 64)
             folder.claim()
             few = Corpus(CORPUS.documents[:1], "", {})
-            round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, max_hessian_bytes=1 << 30)
+            round_layers(TextRun(StreamedModel(checkpoint), few), plan, folder, kernels, 1 << 30)
             assert folder.places().keys() == known
 
 
@@ -182,16 +183,9 @@ def test_ranks_share_the_layers(tmp_path: Path) -> None:
         store = LayerStore(tmp_path / str(size), "0" * 64)
         store.claim()
         for rank in range(size):
-            round_layers(
-                StreamedModel(checkpoint),
-                plan,
-                CORPUS,
-                store,
-                kernels,
-                max_hessian_bytes=1 << 30,
-                ranks=Ranks(rank, size),
-            )
-            numbers = {int(place.path.stem) for place in store.places().values()}
+            run = TextRun(StreamedModel(checkpoint), CORPUS)
+            round_layers(run, plan, store, kernels, 1 << 30, Ranks(rank, size))
+            numbers = {int(place.path.stem.split("-")[1]) for place in store.places().values()}
             assert numbers == {layer for layer in range(4) if layer % size <= rank}
         written.append([path.read_bytes() for path in sorted(store.path.iterdir())])
     assert written[0] == written[1]
@@ -223,15 +217,8 @@ def test_threads_share_the_rows_of_a_weight(
             monkeypatch.setattr(compiled, "round_panel", round_panel)
             torch.set_num_threads(threads)
             try:
-                round_layers(
-                    StreamedModel(checkpoint),
-                    plan,
-                    few,
-                    store,
-                    compiled,
-                    max_hessian_bytes=1 << 30,
-                    sensitivities=Sensitivities({}, curvature),
-                )
+                run = TextRun(StreamedModel(checkpoint), few)
+                round_layers(run, plan, store, compiled, 1 << 30, sensitivities=Sensitivities({}, curvature))
                 assert torch.get_num_threads() == threads
             finally:
                 torch.set_num_threads(before)

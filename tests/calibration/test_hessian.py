@@ -28,7 +28,7 @@ from openquant.formats import compiled, kernels
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.streaming.interleaved import ForwardPass, holds_experts, run_interleaved
+from openquant.streaming.interleaved import ForwardPass, TextRun, holds_experts, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -171,17 +171,17 @@ def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, nam
         computed = Mock(return_value=None)
         model.model.get_submodule("model.layers.1.self_attn").register_forward_pre_hook(computed)
         with patch.object(loops, "round_panel", wraps=loops.round_panel) as round_panel:
-            round_layers(model, plan, CORPUS, folder, loops, max_hessian_bytes=max_bytes)
+            round_layers(TextRun(model, CORPUS), plan, folder, loops, max_bytes)
         places = folder.places()
         assert round_panel.called
         # Texts run through it once, however many parts there are.
         assert computed.call_count == len(CORPUS.documents)
         files = {place.path.name for place in places.values()}
-        assert any("-" in file for file in files) == (max_bytes < 1 << 30)
+        assert any(not file.endswith("-0.safetensors") for file in files) == (max_bytes < 1 << 30)
         sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.output_tensors}
         made.append({tensor: _bytes(*place, sizes[tensor]) for tensor, place in places.items()})
         # Read again, they are the same.
-        round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
+        round_layers(TextRun(StreamedModel(checkpoint), CORPUS), plan, folder, kernels, max_bytes)
         assert folder.places() == places
     assert made[0] == made[1]
 

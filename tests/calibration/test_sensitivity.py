@@ -17,6 +17,7 @@ from openquant import compress
 from openquant.calibration.gptq_pass import Hessian, find_hessians, hessian_groups, round_layers
 from openquant.calibration.observers import find_hook_points
 from openquant.calibration.sensitivity import Sensitivities, draw_gradient, find_sensitivities
+from openquant.calibration.tuning import Tuning
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import OpenQuantError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -25,6 +26,7 @@ from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
+from openquant.streaming.interleaved import TextRun
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints, starting
 from support.conversions import Shelf
@@ -97,7 +99,7 @@ def test_gradients_are_those_of_an_ordinary_model(shelf: Shelf, architecture: st
     model = StreamedModel(open_checkpoint(root), dtype=torch.float32)
     linears = linears_of(model)
     # As many documents at once as there are, and one.
-    together, one_by_one = (find_sensitivities(model, CORPUS, linears, budget=budget) for budget in (1 << 30, 0))
+    together, one_by_one = (find_sensitivities(TextRun(model, CORPUS), linears, budget) for budget in (1 << 30, 0))
     for found, alone in zip(together, one_by_one, strict=True):
         assert found.keys() == alone.keys()
         assert all(torch.equal(found[name], alone[name]) for name in found)
@@ -123,7 +125,7 @@ def test_gradients_are_those_of_an_ordinary_model(shelf: Shelf, architecture: st
 def test_a_group_has_the_sum_of_its_layers(shelf: Shelf) -> None:
     model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")), dtype=torch.float32)
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
-    together = find_sensitivities(model, CORPUS, dict.fromkeys(names, "all"), budget=0)
+    together = find_sensitivities(TextRun(model, CORPUS), dict.fromkeys(names, "all"), 0)
     assert together.outputs.keys() == set(names)
     squares, _ = by_autograd(shelf.source("Qwen3ForCausalLM"), model)
     expected = sum(squares[name] for name in names)
@@ -170,7 +172,7 @@ def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: 
         store = LayerStore(tmp_path / name, "0" * 64)
         store.claim()
         sensitivities = Sensitivities(dict.fromkeys(groups.values(), weights), {}) if weighed else None
-        round_layers(model, plan, corpus, store, kernels, max_hessian_bytes=1 << 30, sensitivities=sensitivities)
+        round_layers(TextRun(model, corpus), plan, store, kernels, 1 << 30, sensitivities=sensitivities)
         return [path.read_bytes() for path in sorted((tmp_path / name).glob("*.safetensors"))]
 
     assert rounded("alone", 1, weighed=False) == rounded("weighed", 3, weighed=True)
@@ -188,16 +190,19 @@ def test_each_weight_is_tuned_by_the_curvature_of_its_own_outputs(
     outputs = {name: torch.rand(-(-len(weights[f"{name}.weight"]) // 256), 256, 256) for name in names}
     found = {}
 
-    def tune(weight: Tensor, quotients: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        [name] = [name for name in names if weights[f"{name}.weight"].float().equal(weight)]
-        found[name] = rest[2]
-        return quotients, scale
+    class Unmoved(Tuning):
+        def __post_init__(self) -> None:
+            [name] = [name for name in names if weights[f"{name}.weight"].float().equal(self.weight)]
+            found[name] = self.outputs
 
-    monkeypatch.setattr("openquant.calibration.gptq_pass.tune_rounding", tune)
+        def run(self) -> tuple[Tensor, Tensor]:
+            return self.quotients, self.scale
+
+    monkeypatch.setattr("openquant.calibration.gptq_pass.Tuning", Unmoved)
     store = LayerStore(tmp_path / "store", "0" * 64)
     store.claim()
     sensitivities = Sensitivities({}, outputs)
-    round_layers(model, plan, CORPUS, store, kernels, max_hessian_bytes=1 << 30, sensitivities=sensitivities)
+    round_layers(TextRun(model, CORPUS), plan, store, kernels, 1 << 30, sensitivities=sensitivities)
     assert len(names) == 14 and found.keys() == outputs.keys()
     assert all(torch.equal(found[name], outputs[name]) for name in names)
 
@@ -286,7 +291,7 @@ def test_a_model_that_cannot_be_differentiated_is_named(shelf: Shelf, monkeypatc
     norm = type(model.model.model.layers[0].input_layernorm)
     monkeypatch.setattr(norm, "forward", lambda _, hidden: hidden.detach().mul_(2))
     with pytest.raises(OpenQuantError) as caught:
-        find_sensitivities(model, CORPUS, linears_of(model), budget=0)
+        find_sensitivities(TextRun(model, CORPUS), linears_of(model), 0)
     assert caught.value.message.startswith("Qwen3ForCausalLM cannot be differentiated: ")
     assert caught.value.hint == "leave --tune out"
 
@@ -297,4 +302,4 @@ def test_gradients_that_overflow_are_refused(shelf: Shelf, monkeypatch: pytest.M
         "openquant.calibration.sensitivity.draw_gradient", lambda logits, _: torch.full_like(logits, torch.inf)
     )
     with pytest.raises(OpenQuantError, match=r"^gradients at the outputs of .* are not finite"):
-        find_sensitivities(model, CORPUS, linears_of(model), budget=0)
+        find_sensitivities(TextRun(model, CORPUS), linears_of(model), 0)

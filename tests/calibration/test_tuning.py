@@ -10,7 +10,7 @@ from torch import Tensor
 from openquant.calibration import tuning
 from openquant.calibration.gptq import damp, find_error_propagation, round_columns
 from openquant.calibration.gptq_pass import scaled_outputs
-from openquant.calibration.tuning import stored_scales, tune_rounding
+from openquant.calibration.tuning import Tuning, stored_scales
 from openquant.formats import kernels
 from openquant.formats.schemes import Scheme, find_scheme
 from support.rows import for_each
@@ -53,10 +53,10 @@ class Problem:
         damp(self.hessian)
 
     def tuned(self) -> tuple[Tensor, Tensor]:
-        return tune_rounding(
+        return Tuning(
             *(self.weight, self.quotients, self.scale, self.zero_point, self.hessian, self.outputs),
             *(self.format, self.global_scale),
-        )
+        ).run()
 
     def steady(self) -> Tensor:
         """The curvature with its ridge and damping, float64 [out, out]."""
@@ -110,7 +110,7 @@ def test_the_answers_lose_less(name: str) -> None:
 def test_each_code_moves_to_the_best(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     problem = Problem(SCHEMES[name])
     monkeypatch.setattr(tuning, "ROUNDS", 1)
-    monkeypatch.setattr(tuning._Tuning, "refit_scales", lambda _: None)
+    monkeypatch.setattr(Tuning, "refit_scales", lambda _: None)
     found, _ = problem.tuned()
 
     together, hessian, scale = problem.steady(), problem.hessian.double(), problem.wide(problem.scale)

@@ -23,7 +23,7 @@ from openquant.formats import kernels
 from openquant.formats.schemes import find_scheme
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.interleaved import ForwardPass, TextRun, run_interleaved
 from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -49,15 +49,9 @@ def measured(
     source: Path, plans: dict[str, Plan], mixtures: list[Mixture], corpus: Corpus = CORPUS, **options: Any
 ) -> Measured:
     plan = next(iter(plans.values()))
-    return measure_mixtures(
-        StreamedModel(open_checkpoint(source)),
-        units_of(plans),
-        plan.decisions.fused,
-        corpus,
-        mixtures,
-        kernels,
-        **options,
-    )
+    changes = options.pop("changes", None)
+    run = TextRun(StreamedModel(open_checkpoint(source)), corpus, **options)
+    return measure_mixtures(run, units_of(plans), plan.decisions.fused, mixtures, kernels, changes)
 
 
 def written(source: Path, output: Path) -> list[np.ndarray]:

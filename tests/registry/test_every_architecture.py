@@ -28,6 +28,7 @@ from openquant.plan.architecture import why_not_reordered
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.registry.architecture import Architecture, ModuleRules
+from openquant.streaming.interleaved import TextRun
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.packing import packing_of
 from openquant.verification.verify import model_problems
@@ -187,7 +188,7 @@ def assert_all_observed(architecture: str, source: Path) -> None:
     corpus = Corpus(tuple(Document("some", f"some {at}", ids) for at, ids in enumerate(TEXTS)), "", {})
     model = StreamedModel(open_checkpoint(source))
     assert packing_of(model.model, MODELS[architecture], 40) == expected_packing(architecture)
-    inputs, cached = observe_inputs(model, corpus)
+    inputs, cached = observe_inputs(TextRun(model, corpus))
     calibration = Calibration(inputs, "this", {}, cached)
     assert [layer.module for layer, _ in plan.decisions.quantized if calibration.of(layer.source.name) is None] == []
 
