@@ -60,7 +60,7 @@ def ours(loops: Loops, bits: np.ndarray, dtype: str, scheme: Scheme, out: np.nda
         if not form.shared:
             absmax = loops.absmax(bits[piece], dtype, form.group)
         scale, zero = choose_scales(scheme, bits[piece], dtype, absmax, global_scale, loops=loops)
-        loops.encode_stored(bits[piece], dtype, scale, form.group, out[piece], form.number, zero)
+        loops.encode_stored(bits[piece], dtype, scale, form, out[piece], zero)
 
 
 def theirs(weight: torch.Tensor, form: Format) -> torch.Tensor:

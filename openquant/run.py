@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
-from .convert.conversion import WeightFindings, check_written, convert
+from .convert.conversion import Conversion, WeightFindings, loops
 from .distributed import Ranks
 from .errors import PlanError, SourceError, UsageError
 from .files.cards import card_of, evaluation_digest, evaluation_files, find_evaluation
@@ -231,9 +231,10 @@ class _Writer:
         with ShardSupply(source, needs, scratch) as supply:
             transfer = _Transfer(supply, self.publisher, job.ranks)
             try:
-                findings = convert(
-                    job.plan, shards, transfer, directory, job.workers, job.device, self._advance, fast=job.fast
+                conversion = Conversion(
+                    job.plan, shards, transfer, directory, job.device, self._advance, loops(job.fast)
                 )
+                findings = conversion.run(job.workers)
             except (SourceError, PlanError):
                 # Bytes at the planned offsets of a replaced shard look like damaged weights.
                 job.fingerprint().require_unchanged()
@@ -253,30 +254,18 @@ class _Writer:
 
         Args:
             unfinished: the shards that this run converted.
-            findings: what was found in their weights; what shards of an earlier run show is added.
+            findings: what was found in their weights.
 
         Returns:
-            The number of shards of an earlier run that cannot be checked, since they are on the Hub.
+            The number of shards of an earlier run, which this one has not looked at.
         """
         job = self.job
-        layout = job.plan.layout
-        unread_shards = 0
-
-        for name in {shard.name for shard in layout.shards}.difference(unfinished):
-            if (job.target / name).is_file():
-                earlier = check_written(job.target / name, layout.lay_out(name))
-                findings.not_finite.update(earlier.not_finite)
-                findings.zero_layers.update(earlier.zero_layers)
-                findings.lost_layers.update(earlier.lost_layers)
-            else:
-                unread_shards += 1
-
         self._write_others(findings.lost_layers)
         # A run that only pushes has deleted the shards that are on the Hub.
         if not (job.run.push and job.run.push.only):
             check_finished(job.target, job.plan)
         self.claim.finish()
-        return unread_shards
+        return len(job.plan.layout.shards) - len(unfinished)
 
     def _write_others(self, lost_layers: Set[str]) -> None:
         """Write all files but shards, after checking that the source did not change during the run. The card names
@@ -449,4 +438,6 @@ def _index(plan: Plan) -> bytes:
 
 
 def _config(plan: Plan) -> bytes:
-    return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n"
+    # Half of a surrogate pair, which UTF-8 does not have, is escaped.
+    return text.encode(errors="backslashreplace")

@@ -214,19 +214,19 @@ def test_bytes_of_all_ranks_come_to_the_first() -> None:
 BUSY = """
 import time
 from openquant import run
-def convert(plan, shards, traffic, output, workers, device, progress, **_):
+def convert(conversion, workers):
     print("busy\\n", end="", flush=True)
     while True:
-        progress(1)
+        conversion.progress(1)
         time.sleep(0.01)
-run.convert = convert
+run.Conversion.run = convert
 """
 FAILS = """
 from openquant import run
 from openquant.errors import SourceError
-def convert(*_, **__):
+def convert(*_):
     raise SourceError("a weight is damaged", "download it again")
-run.convert = convert
+run.Conversion.run = convert
 """
 AGAIN = "hint: run the same command again: it continues\n"
 

@@ -4,8 +4,6 @@ A worker has one buffer for source bytes and two for output bytes, never a whole
 previous one is written. numpy, torch and system calls release the interpreter lock, so threads suffice. The plan fixes
 the offset of every output byte, so the output does not depend on the number of workers or on their order.
 
-A written shard is compared with its plan as the safetensors library reads it, which shares no code with our writer.
-
 Codes are computed with numpy or numba on the CPU, or with torch on another device. Both give the same bytes.
 """
 
@@ -17,19 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, UsageError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
 from ..formats import kernels
-from ..formats.format import INPUT_SCALE, Format, Group
+from ..formats.format import Format, Group
 from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
 from ..formats.numbers import Codes, Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
@@ -42,7 +38,6 @@ from ..plan.layout import (
     Encode,
     PutBytes,
     Shard,
-    ShardLayout,
     TransformWeight,
     Unstack,
     WeightPlace,
@@ -57,6 +52,7 @@ from ..weights.reading import (
     SMALLEST_SCALE,
     LostWeights,
     Reader,
+    allocate,
     check_scales,
     divided_scales,
     memory_of,
@@ -206,99 +202,6 @@ class ShardProvider(Protocol):
         """Release the shards of `what`, so that they may be deleted."""
 
 
-def convert(
-    plan: Plan,
-    shards: Sequence[Shard],
-    transfer: ShardProvider,
-    output: OutputDirectory,
-    workers: int,
-    device: str = "cpu",
-    progress: Progress | None = None,
-    fast: bool = False,
-) -> WeightFindings:
-    """Write output shards of a plan.
-
-    Args:
-        plan: what becomes of each tensor of the source.
-        shards: file name of each output shard to write, and the size of its tensors in bytes.
-        transfer: provides the source shards.
-        output: the output directory, which this run has claimed.
-        workers: number of threads that compute; as many more write.
-        device: "cpu" or a torch device such as "cuda:0", which computes the codes.
-        progress: called with the number of bytes written since the last call, from any thread, one at a time.
-        fast: use compiled loops if numba can be imported. They make the same bytes.
-
-    Returns:
-        The NaN and infinities in unquantized tensors, and the layers of zeros.
-
-    Raises:
-        SourceError: a weight to be quantized has NaN or infinity, or a source cannot be read.
-        PlanError: a weight is too large for its scheme.
-        OutputError: the output cannot be written.
-        UsageError: the device failed, as for too little memory.
-        RuntimeError: a written shard is not what was planned.
-        Exception: what `transfer` or `progress` raised.
-    """
-    return _Conversion(plan, shards, transfer, output, device, progress, loops(fast)).run(workers)
-
-
-def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
-    """Look for what a conversion would have found in a finished shard, as far as the shard shows it.
-
-    Args:
-        path: the shard.
-        layout: file name, header and tensors that the plan has for it.
-
-    Returns:
-        The NaN and infinities in unquantized tensors, those of nothing but zeros, and the quantized layers of which
-        nearly all codes stand for zero, but for those with zero points. Why they do, the shard does not show.
-
-    Raises:
-        SourceError: the shard cannot be read.
-    """
-    findings = WeightFindings()
-    buffer = np.empty(BUFFER, np.uint8)
-
-    with SourceFile(path, layout.name) as file:
-        for write in layout.writes:
-            match write:
-                case CopyTensor() | CopyRounded():
-                    tensor = write.tensor
-                case Unstack() | TransformWeight():
-                    tensor = _tensor(write.weight)
-                case Encode():
-                    findings.lost_layers.update(_lost_layers(file, write))
-                    continue
-                case _:
-                    continue
-
-            for low in range(0, tensor.nbytes, BUFFER):
-                piece = buffer[: min(BUFFER, tensor.nbytes - low)]
-                file.read(piece, write.target + low, tensor.name)
-                if isinstance(write, CopyRounded):
-                    findings.look_at_rounded(tensor, write.zero, piece)
-                else:
-                    findings.look_at(tensor, piece)
-
-    return findings
-
-
-def _lost_layers(file: SourceFile, write: Encode) -> Iterator[str]:
-    """Yield modules of which a finished shard shows that nearly all codes stand for zero."""
-    fmt = write.scheme.format
-    if fmt.zero_point is not None:
-        return
-    for piece in write.pieces:
-        lost = LostWeights(fmt, piece.weight.shape[0])
-        pitch = fmt.number.nbytes(piece.weight.shape[1])
-        codes = np.empty((len(lost.rows), pitch), np.uint8)
-        for place, row in enumerate(lost.rows):
-            file.read(codes[place], piece.target + row * pitch, piece.weight.module)
-        lost.add(codes, None, None)
-        if lost.unusual:
-            yield piece.weight.module
-
-
 def _tensor(weight: Weight) -> TensorInfo:
     """Return the tensor as which an unquantized weight is written."""
     name = weight.source.name if weight.expert < 0 else f"{weight.module}.weight"
@@ -314,8 +217,18 @@ class _Stopped(Exception):
 
 
 @dataclass(eq=False)
-class _Conversion:
-    """One call of `convert`: the writes still to do, and the shards in progress."""
+class Conversion:
+    """Writes output shards of a plan.
+
+    Attributes:
+        plan: what becomes of each tensor of the source.
+        shards: file name of each output shard to write, and the size of its tensors in bytes.
+        transfer: provides the source shards.
+        output: the output directory, which this run has claimed.
+        device: "cpu" or a torch device such as "cuda:0", which computes the codes.
+        progress: called with the number of bytes written since the last call, from any thread, one at a time.
+        loops: the result of `loops()`.
+    """
 
     plan: Plan
     shards: Sequence[Shard]
@@ -342,8 +255,7 @@ class _Conversion:
             if self.stopped.is_set():
                 return
             layout = self.plan.layout.lay_out(shard.name)
-            check = partial(verify_shard, layout=layout)
-            file = ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish, self.advance)
+            file = ShardFile(layout.name, layout.header, layout.size, self.output, self._finish, self.advance)
             self.files[shard.name] = file
             file.open()
             for write in sorted(layout.writes, key=lambda write: not _is_long_copy(write)):
@@ -354,6 +266,21 @@ class _Conversion:
         self.transfer.release(shard)
 
     def run(self, workers: int) -> WeightFindings:
+        """Write all of them.
+
+        Args:
+            workers: number of threads that compute; as many more write.
+
+        Returns:
+            The NaN and infinities in unquantized tensors, and the layers of zeros.
+
+        Raises:
+            SourceError: a weight to be quantized has NaN or infinity, or a source cannot be read.
+            PlanError: a weight is too large for its scheme.
+            OutputError: the output cannot be written.
+            UsageError: the device failed, as for too little memory.
+            Exception: what `transfer` or `progress` raised.
+        """
         try:
             with ThreadPoolExecutor(workers, "openquant-write") as writers:
                 in_threads(lambda: self._work(writers), workers, self.stopped)
@@ -414,13 +341,18 @@ class _OutputBuffer:
 class _Worker:
     """The buffers and kernels of one thread, and what it does for each kind of write."""
 
-    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
+    def __init__(self, conversion: Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
         self.findings = conversion.findings
         self.loops = conversion.loops
-        self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
-        self.buffers = [_OutputBuffer(writers, self.kernels.memory) for _ in range(2)]
+        # What computes codes: the loops, or torch with functions of the same names.
+        self.kernels: Any = self.loops
+        memory = allocate
+        if conversion.device != "cpu":
+            self.kernels = TorchKernels(conversion.device)
+            memory = self.kernels.memory
+        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, memory, self.loops)
+        self.buffers = [_OutputBuffer(writers, memory) for _ in range(2)]
 
     def do(self, write: Write, file: ShardFile) -> None:
         """Carry out one write. Its last pieces may still be being written when this returns."""
@@ -605,7 +537,7 @@ class _Worker:
             is_zero = True
 
             for bits in self.reader.rows(weight, 1):
-                absmax = self.kernels.absmax(self.kernels.load(bits, weight.dtype), weight.dtype, (None, None))
+                absmax = self.kernels.absmax(bits, weight.dtype, (None, None))
                 require_finite(weight, absmax, self.reader.where)
                 is_zero = is_zero and not absmax.any()
                 largest = np.maximum(largest, absmax)
@@ -649,11 +581,9 @@ class _Worker:
                 global_scale = shared_scale
 
         for bits in self.reader.rows(weight, fmt.height):
-            loaded = self.kernels.load(bits, weight.dtype)
-
             absmax = shared_absmax
             if absmax is None or not fmt.shared:
-                absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
+                absmax = self.kernels.absmax(bits, weight.dtype, fmt.group)
                 require_in_range(weight, absmax, scheme, self.reader.where)
             is_zero = is_zero and not absmax.any()
             largest = max(largest, float(absmax.max()))
@@ -672,7 +602,7 @@ class _Worker:
             buffer = self._next_buffer()
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
-            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, zero_point)
+            self.kernels.encode_stored(bits, weight.dtype, scale, fmt, out, zero_point)
             lost.look_at(out, zero_point, bits)
             buffer.send(file, codes, target)
 
@@ -689,67 +619,6 @@ def _write_zero_points(zero_point: Floats, scheme: Scheme, file: ShardFile, targ
     words = pack_words(scheme.format.number.encode(zero_point), scheme.format.number)
     file.write(words, target)
     return target + words.nbytes
-
-
-# Beginnings of the last part of a scale tensor's name.
-_SCALE_NAMES = ("weight_scale", "weight_global_scale", INPUT_SCALE, "input_global_scale")
-# Bytes of scales that are decoded at a time.
-PIECE = 1 << 19
-
-
-def verify_shard(path: Path, layout: ShardLayout) -> None:
-    """Check that a written shard has the planned tensors with their dtypes and shapes, and sound scales.
-
-    Args:
-        path: the shard.
-        layout: file name, header and tensors that the plan has for it.
-
-    Raises:
-        RuntimeError: the file is not what was planned: a fault of this program or of the disk. The message names the
-            problems, up to the first that keeps the file from being read.
-    """
-    problems: list[str] = []
-    encodings = [write for write in layout.writes if isinstance(write, Encode)]
-    formats = {piece.weight.module: write.scheme.format for write in encodings for piece in write.pieces}
-
-    offset = len(layout.header)
-    try:
-        with safe_open(path, framework="np") as file:
-            if set(file.keys()) != {info.name for info in layout.tensors}:
-                problems.append("its tensors are not those of the plan")
-
-            for info in layout.tensors:
-                written = file.get_slice(info.name)
-                if written.get_dtype() != info.dtype or tuple(written.get_shape()) != info.shape:
-                    problems.append(f"{info.name} is {written.get_dtype()} {written.get_shape()}")
-
-                module, _, last = info.name.rpartition(".")
-                if module in formats and last.startswith(_SCALE_NAMES):
-                    signed = formats[module].signed_scales
-                    if info.dtype in ("BF16", "F8_E4M3"):
-                        # numpy has neither of the two, so the library cannot read them into it.
-                        sound = all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
-                    else:
-                        sound = _is_sound(file.get_tensor(info.name), signed)
-                    if not sound:
-                        problems.append(f"{info.name} is not finite and {'not zero' if signed else 'positive'}")
-                offset += info.nbytes
-
-    except SafetensorError as error:
-        problems.append(str(error))
-
-    if problems:
-        raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
-
-
-def _is_sound(scale: Floats, signed: bool) -> bool:
-    return bool(np.isfinite(scale).all() and (scale != 0 if signed else scale > 0).all())
-
-
-def _read_pieces(path: Path, offset: int, info: TensorInfo) -> Iterator[Floats]:
-    """Yield the values of a tensor, float32 [n], from at most PIECE bytes at a time."""
-    for low in range(0, info.nbytes, PIECE):
-        yield scale_values(np.fromfile(path, np.uint8, min(PIECE, info.nbytes - low), offset=offset + low), info.dtype)
 
 
 def loops(fast: bool) -> Loops:
@@ -770,63 +639,8 @@ def loops(fast: bool) -> Loops:
     return kernels
 
 
-class CpuKernels:
-    """Computes scales' inputs and codes on the CPU.
-
-    Args:
-        loops: the result of `loops()`.
-    """
-
-    def __init__(self, loops: Loops) -> None:
-        self.loops = loops
-
-    def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
-        """Compute the largest absolute weight of each group.
-
-        Args:
-            bits: weights [rows, cols] of whole groups, as `load` returns them.
-            dtype: dtype of the weights: "BF16", "F16" or "F32".
-            group: (height, width) of a group; None is the whole axis.
-
-        Returns:
-            float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
-        """
-        found: Floats = self.loops.absmax(bits, dtype, group)
-        return found
-
-    def encode(
-        self,
-        bits: Bits,
-        dtype: str,
-        scale: Floats,
-        format: Format,
-        out: Codes,
-        zero_point: Floats | None = None,
-    ) -> None:
-        """Quantize weights and write their codes to `out` as they are stored.
-
-        Args:
-            bits: finite weights [rows, cols] of whole groups, as `load` returns them.
-            dtype: dtype of the weights: "BF16", "F16" or "F32".
-            scale: float32 [rows / height, cols / width], the scale of each group, divided by the global scale.
-            format: format of the codes.
-            out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
-            zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
-        """
-        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, zero_point)
-
-    def load(self, bits: Bits, dtype: str) -> Bits:
-        """Return the bits unchanged, uint16 or uint32 [rows, cols], for `absmax` and `encode`; `dtype` is ignored."""
-        del dtype
-        return bits
-
-    def memory(self, nbytes: int) -> Bytes:
-        """Allocate a buffer for weights or codes, uint8 [nbytes]."""
-        return np.empty(nbytes, np.uint8)
-
-
 class TorchKernels:
-    """Computes the same as CpuKernels on a torch device, by formats/reference.py. Each worker has its own.
+    """Computes the same as formats/kernels.py on a torch device, by formats/reference.py. Each worker has its own.
 
     On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own stream, so that one worker's
     copies overlap another worker's arithmetic and the reads and writes of all.
@@ -843,6 +657,7 @@ class TorchKernels:
         self.torch = torch
         self.device = torch.device(device)
         self.stream: Any = None
+        self.loaded: tuple[Bits | None, Any] = None, None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -864,63 +679,33 @@ class TorchKernels:
             return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
 
     def load(self, bits: Bits, dtype: str) -> Any:
-        """Copy weights to the device, once for both `absmax` and `encode`.
+        """Copy weights to the device, once for both `absmax` and `encode_stored`.
 
-        Args:
-            bits: uint16 or uint32 [rows, cols], the bits of the weights.
-            dtype: dtype of the weights: "BF16", "F16" or "F32".
-
-        Returns:
-            The weights as a torch tensor [rows, cols] of that dtype on the device.
+        Rows that are read into the same buffer are arrays of their own.
         """
         from ..formats.reference import TORCH_DTYPES
 
-        signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
-        with self._working():
-            return signed.to(self.device, non_blocking=True).view(TORCH_DTYPES[dtype])
+        if bits is not self.loaded[0]:
+            signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
+            self.loaded = bits, signed.to(self.device, non_blocking=True).view(TORCH_DTYPES[dtype])
+        return self.loaded[1]
 
-    def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
-        """Compute the largest absolute weight of each group.
-
-        Args:
-            weight: tensor [rows, cols] of whole groups, as `load` returns it.
-            dtype: ignored, since the tensor has it.
-            group: (height, width) of a group; None is the whole axis.
-
-        Returns:
-            float32 [rows / height, cols / width], on the host; NaN or infinity for a group that has one.
-        """
+    def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
+        """Compute on the device what kernels.absmax does."""
         from ..formats.reference import group_absmax
 
-        del dtype
         with self._working():
-            return np.asarray(group_absmax(weight, group).cpu().numpy())
+            return np.asarray(group_absmax(self.load(bits, dtype), group).cpu().numpy())
 
-    def encode(
-        self,
-        weight: Any,
-        dtype: str,
-        scale: Floats,
-        format: Format,
-        out: Codes,
-        zero_point: Floats | None = None,
+    def encode_stored(
+        self, bits: Bits, dtype: str, scale: Floats, fmt: Format, out: Codes, zero_point: Floats | None = None
     ) -> None:
-        """Quantize weights and write their codes to `out` as they are stored.
-
-        Args:
-            weight: finite tensor [rows, cols] of whole groups, as `load` returns it.
-            dtype: ignored, since the tensor has it.
-            scale: float32 [rows / height, cols / width] on the host, the scale of each group divided by any global one.
-            format: format of the codes.
-            out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
-            zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
-        """
+        """Compute on the device what kernels.encode_stored does."""
         from ..formats.reference import encode
 
-        del dtype
         with self._working():
             zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
-            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)
+            codes = encode(self.load(bits, dtype), self.torch.from_numpy(scale).to(self.device), fmt, zeros)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
                 # The codes must have arrived before they are written, and before the buffers are used again.

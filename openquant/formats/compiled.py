@@ -10,10 +10,10 @@ vectorize the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -54,15 +54,15 @@ class _SafeCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with suppress(Exception):
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            return super().load_overload(sig, target_context)
         # The cache is damaged: start a new one.
         with suppress(Exception):
-            self.flush()  # type: ignore[no-untyped-call]
+            self.flush()
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(Exception):
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+            super().save_overload(sig, data)
 
 
 def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
     compiled_loop: Any = numba.njit(nogil=True, error_model="numpy")(loop)
     # numba raises RuntimeError if neither this directory nor the user's cache can be written to.
     with suppress(RuntimeError):
-        compiled_loop._cache = _SafeCache(loop)  # type: ignore[no-untyped-call]
+        compiled_loop._cache = _SafeCache(loop)
     return compiled_loop  # type: ignore[no-any-return]
 
 
@@ -133,13 +133,7 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
 
 
 def encode_stored(
-    bits: Bits,
-    dtype: str,
-    scale: Floats,
-    group: Group,
-    out: Codes,
-    number: Number,
-    zero_point: Floats | None = None,
+    bits: Bits, dtype: str, scale: Floats, fmt: Format, out: Codes, zero_point: Floats | None = None
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
 
@@ -148,14 +142,14 @@ def encode_stored(
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
-        group: (height, width) of a group; None is the whole axis.
+        fmt: the format that the weights are stored in.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
-        number: numeric format of the codes.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     rows, cols = bits.shape
-    height = group[0] or rows
-    width = group[1] or cols
+    height = fmt.group[0] or rows
+    width = fmt.group[1] or cols
+    number = fmt.number
 
     arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
 
@@ -250,29 +244,7 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
     _round_panel(*arrays, _NONE if zero_points is None else zero_points, low, high, *_range(number))
 
 
-class Descent(NamedTuple):
-    """The transposed columns of a rounded weight while codes move one by one.
-
-    Attributes:
-        quotients: float32 [in, out], the values of the codes.
-        weighed: float32 [in, out], the Hessian of the inputs times the errors of the weight.
-        changes: float32 [in, out], how errors change, of columns that are done.
-        hessian: float32 [in, in].
-        outputs: float32 [blocks, rows, rows], how errors of each block of outputs count together.
-        groups: int64 [in], row of `scales` for each column.
-        scales: float32 [groups, out].
-    """
-
-    quotients: Any
-    weighed: Any
-    changes: Any
-    hessian: Any
-    outputs: Any
-    groups: Any
-    scales: Any
-
-
-def move_panel(weight: Descent, number: Number, low: int, high: int) -> None:
+def move_panel(weight: Sequence[Any], number: Number, low: int, high: int) -> None:
     """Give each code in columns low to high the value of the least loss, while all other codes are held.
 
     What that changes is added to later columns.
@@ -310,7 +282,7 @@ def _range(number: Number) -> tuple[Any, ...]:
 
 
 @_compile
-def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
+def _absmax(bits, mask, height, largest):
     for row in range(bits.shape[0]):
         into = largest[row // height]
         for group in range(into.size):
@@ -322,7 +294,7 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
 
 
 @_compile
-def _signs(bits: Any, signed: Any, out: Any) -> None:
+def _signs(bits, signed, out):
     for group in range(out.size):
         line = bits[group]
         same = signed[group]
@@ -338,9 +310,7 @@ def _signs(bits: Any, signed: Any, out: Any) -> None:
 
 
 @_compile
-def _scales(
-    largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, out: Any
-) -> None:
+def _scales(largest, span, carry, kept, above, floor, zeros, rounding, out):
     for i in range(largest.size):
         bits = u32(u32(f32(largest[i] / span).view(u32) + carry) & kept)
         scale = max(f32(u32(bits).view(f32) * above), floor)
@@ -357,7 +327,7 @@ def _scales(
 
 
 @_compile
-def _load(line: Any, half: Any, below: Any, values: Any) -> None:
+def _load(line, half, below, values):
     """Convert the bits of a row to float32: from float16, or by shifting them left by `below`."""
     if half:
         for i in range(line.size):
@@ -370,7 +340,7 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
 
 
 @_compile
-def _lanes(width: Any, lane: Any) -> Any:
+def _lanes(width, lane):
     """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
     mask = u64(0)
     start = u64(0)
@@ -381,7 +351,7 @@ def _lanes(width: Any, lane: Any) -> Any:
 
 
 @_compile
-def _pack(codes: Any, bits: Any, out: Any) -> None:
+def _pack(codes, bits, out):
     """Pack the codes of a row, of less than 8 bits, without gaps, the first in the lowest bits."""
     if bits == 4:
         for i in range(out.size):
@@ -408,7 +378,7 @@ def _pack(codes: Any, bits: Any, out: Any) -> None:
 
 
 @_compile
-def _unpack(packed: Any, bits: Any, codes: Any) -> None:
+def _unpack(packed, bits, codes):
     """Undo `_pack`."""
     if bits == 4:
         for i in range(packed.size):
@@ -433,20 +403,7 @@ def _unpack(packed: Any, bits: Any, codes: Any) -> None:
 
 
 @_compile
-def _encode_integers(
-    bits: Any,
-    half: Any,
-    below: Any,
-    scale: Any,
-    height: Any,
-    width: Any,
-    code_bits: Any,
-    out: Any,
-    least: Any,
-    most: Any,
-    middle: Any,
-    zero: Any,
-) -> None:
+def _encode_integers(bits, half, below, scale, height, width, code_bits, out, least, most, middle, zero):
     values = np.empty(bits.shape[1], f32)
     codes = np.empty(bits.shape[1], u8)
 
@@ -468,9 +425,7 @@ def _encode_integers(
 
 
 @_compile
-def _decode_integers(
-    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
-) -> None:
+def _decode_integers(codes, scale, zero, height, width, low, out, turn, half, bits):
     values = np.empty(out.shape[1], f32)
     unpacked = np.empty(out.shape[1], u8)
     mask = u32(2 * half - 1)
@@ -486,7 +441,7 @@ def _decode_integers(
 
 
 @_compile
-def _apply_scales(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
+def _apply_scales(values, scale, zero, width, out):
     """Dequantize the values of a row's codes by its scales and zero points."""
     for group in range(scale.size):
         factor = scale[group]
@@ -498,21 +453,7 @@ def _apply_scales(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> N
 
 
 @_compile
-def _encode_floats(
-    bits: Any,
-    half: Any,
-    below: Any,
-    scale: Any,
-    height: Any,
-    width: Any,
-    code_bits: Any,
-    out: Any,
-    largest: Any,
-    normal: Any,
-    rounds: Any,
-    steps: Any,
-    mark: Any,
-) -> None:
+def _encode_floats(bits, half, below, scale, height, width, code_bits, out, largest, normal, rounds, steps, mark):
     values = np.empty(bits.shape[1], f32)
     codes = np.empty(bits.shape[1], u8)
     lowest = f32(normal).view(u32)
@@ -540,7 +481,7 @@ def _encode_floats(
 
 
 @_compile
-def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+def _decode_e4m3(codes, scale, zero, height, width, low, out):
     values = np.empty(out.shape[1], f32)
     for row in range(out.shape[0]):
         line = codes[row]
@@ -556,7 +497,7 @@ def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
 
 
 @_compile
-def _to_e2m1(quotient: Any) -> Any:
+def _to_e2m1(quotient):
     """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
     bits = f32(quotient).view(u32)
     size = min(u32(bits & u32(0x7FFFFFFF)), u32(0x40C00000))
@@ -568,7 +509,7 @@ def _to_e2m1(quotient: Any) -> Any:
 
 
 @_compile
-def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
+def _encode_pairs(words, scale, height, width, out):
     """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
     spread = np.empty((scale.shape[1], width), f32)
     divisors = spread.reshape(-1)
@@ -591,7 +532,7 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
 
 
 @_compile
-def _half_e2m1(code: Any) -> Any:
+def _half_e2m1(code):
     """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
     twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
     size = f32(f32(i32(twice)) * f32(0.5))
@@ -599,7 +540,7 @@ def _half_e2m1(code: Any) -> Any:
 
 
 @_compile
-def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+def _decode_e2m1(codes, scale, zero, height, width, low, out):
     values = np.empty(out.shape[1], f32)
     for row in range(out.shape[0]):
         line = codes[row]
@@ -611,14 +552,14 @@ def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
 
 
 @_compile
-def _to_bfloat16(bits: Any, out: Any) -> None:
+def _to_bfloat16(bits, out):
     for i in range(bits.size):
         even = u32(u32(bits[i] >> u32(16)) & u32(1))
         out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
 
 
 @_compile
-def _transpose(part: Any, transposed: Any) -> None:
+def _transpose(part, transposed):
     for k in range(part.shape[1]):
         into = transposed[k]
         for j in range(part.shape[0]):
@@ -626,7 +567,7 @@ def _transpose(part: Any, transposed: Any) -> None:
 
 
 @_compile
-def _nearest(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
+def _nearest(quotient, least, most, lowest, rounds):
     """Return the value of the code that is nearest to a quotient."""
     near = min(max(quotient, least), most)
     binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), lowest)
@@ -635,27 +576,14 @@ def _nearest(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> 
 
 
 @_compile
-def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
+def _square(quotient, least, most, lowest, rounds):
     """Return the squared rounding error of a quotient."""
     off = f32(quotient - _nearest(quotient, least, most, lowest, rounds))
     return f32(off * off)
 
 
 @_compile
-def _best(
-    bits: Any,
-    half: Any,
-    below: Any,
-    unclipped: Any,
-    scales: Any,
-    least: Any,
-    most: Any,
-    normal: Any,
-    rounds: Any,
-    out: Any,
-    importance: Any,
-    by_size: Any,
-) -> None:
+def _best(bits, half, below, unclipped, scales, least, most, normal, rounds, out, importance, by_size):
     # Groups are columns, `together` at once, so that each sum adds in the order of the weights and still vectorizes.
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
@@ -720,7 +648,7 @@ def _best(
 
 
 @_compile
-def _load_columns(part: Any, half: Any, below: Any, divisor: Any, raw: Any, out: Any) -> None:
+def _load_columns(part, half, below, divisor, raw, out):
     """Load groups, the rows of `part`, into the columns of `out`, divided by the divisor of each."""
     _transpose(part, raw)
     for k in range(raw.shape[0]):
@@ -731,7 +659,7 @@ def _load_columns(part: Any, half: Any, below: Any, divisor: Any, raw: Any, out:
 
 
 @_compile
-def _weigh_errors(importance: Any, groups: Any, first: Any, count: Any, out: Any) -> None:
+def _weigh_errors(importance, groups, first, count, out):
     """Put into columns of `out` how much the errors of groups count, from group `first` on; without an importance as
     much as their weights are large.
     """
@@ -754,20 +682,7 @@ def _weigh_errors(importance: Any, groups: Any, first: Any, count: Any, out: Any
 
 
 @_compile
-def _round_panel(
-    columns: Any,
-    errors: Any,
-    coefficients: Any,
-    groups: Any,
-    scales: Any,
-    zeros: Any,
-    low: Any,
-    high: Any,
-    least: Any,
-    most: Any,
-    normal: Any,
-    rounds: Any,
-) -> None:
+def _round_panel(columns, errors, coefficients, groups, scales, zeros, low, high, least, most, normal, rounds):
     lowest = f32(normal).view(u32)
     unshifted = np.zeros(_STRIP, f32)
 
@@ -792,21 +707,7 @@ def _round_panel(
 
 
 @_compile
-def _move_panel(
-    quotients: Any,
-    weighed: Any,
-    changes: Any,
-    hessian: Any,
-    outputs: Any,
-    groups: Any,
-    scales: Any,
-    low: Any,
-    high: Any,
-    least: Any,
-    most: Any,
-    normal: Any,
-    rounds: Any,
-) -> None:
+def _move_panel(quotients, weighed, changes, hessian, outputs, groups, scales, low, high, least, most, normal, rounds):
     lowest = f32(normal).view(u32)
     rows = outputs.shape[1]
     pull = np.empty(rows, f32)

@@ -619,18 +619,6 @@ class GgmlType(Number):
         """Return how many bytes a row of weights takes; their number must be a multiple of `block`."""
         return codes // self.block * self.block_bytes
 
-    def encode(self, quotients: Floats) -> Codes:
-        """Not possible: a block has scales of its own."""
-        raise NotImplementedError
-
-    def values(self) -> Floats:
-        """Not possible: the value of a code depends on its block."""
-        raise NotImplementedError
-
-    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
-        """Not possible: nothing is encoded."""
-        raise NotImplementedError
-
 
 def ggml_types() -> dict[int, GgmlType]:
     """Return the tensor types that the package gguf decodes, by their number in GGUF files.

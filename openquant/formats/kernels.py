@@ -173,13 +173,7 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
 
 
 def encode_stored(
-    bits: Bits,
-    dtype: str,
-    scale: Floats,
-    group: Group,
-    out: Codes,
-    number: Number,
-    zero_point: Floats | None = None,
+    bits: Bits, dtype: str, scale: Floats, fmt: Format, out: Codes, zero_point: Floats | None = None
 ) -> None:
     """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
 
@@ -191,23 +185,22 @@ def encode_stored(
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
-        group: (height, width) of a group; None is the whole axis.
+        fmt: the format that the weights are stored in.
         out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
-        number: numeric format of the codes.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     table = None
     if scale.size == 1 and zero_point is None and dtype != "F32":
-        table = _codes_of_all(number, dtype, scale.item())
+        table = _codes_of_all(fmt.number, dtype, scale.item())
 
-    for low, high, part in _chunks(group, bits.shape):
+    for low, high, part in _chunks(fmt.group, bits.shape):
         if table is not None:
             codes = np.take(table, bits[low:high], mode="clip")
         else:
             values = to_float32(bits[low:high], dtype)
-            spread = None if zero_point is None else _widen(zero_point[part], group[1])
-            codes = encode_float32(values, _widen(scale[part], group[1]), number, spread)
-        pack(codes, out[low:high], number)
+            spread = None if zero_point is None else _widen(zero_point[part], fmt.group[1])
+            codes = encode_float32(values, _widen(scale[part], fmt.group[1]), fmt.number, spread)
+        pack(codes, out[low:high], fmt.number)
 
 
 def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
@@ -441,7 +434,7 @@ class ColumnRounding(NamedTuple):
     zero_points: Any
 
 
-def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> None:
+def round_panel(weight: ColumnRounding, number: Number, low: int, high: int, nearest: Any = None) -> None:
     """Round columns low to high, and add the error of each to the later ones of them.
 
     Products are rounded before they are added, so the result is the same on every CPU.
@@ -451,6 +444,8 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
         number: numeric format of the codes.
         low: the first column.
         high: the column after the last.
+        nearest: rounds quotients to values of codes; number.nearest if None. The parts of `weight` are tensors of torch
+            if it is for these.
     """
     columns, errors, coefficients, groups, scales, zero_points = weight
     for column in range(low, high):
@@ -459,7 +454,7 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
         if zero_points is not None:
             quotients += zero_points[group]
 
-        values = number.nearest(quotients)
+        values = (nearest or number.nearest)(quotients)
         columns[column] = values
         if zero_points is not None:
             values -= zero_points[group]

@@ -57,6 +57,9 @@ _FP8 = {"type": "float", "num_bits": 8}
 # Methods whose codes are stored transposed.
 IN_COLUMNS = ("awq", "gptq", "auto-round")
 UNQUANTIZED = "start from the unquantized model"
+# The format of a group of layers, and its `input_activations`.
+_Group = tuple[Format | None, Mapping[str, Any] | None]
+_NO_GROUP: _Group = (None, None)
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
 
@@ -119,50 +122,32 @@ class Quantization:
 
     def format_of(self, module: str) -> Format | None:
         """Return the format of a quantized module; None if it is no group's target, whatever the ignore list says."""
-        index = self._group_of(module)
-        if index is None:
-            return None
-        return self.groups[index][1]
+        return self._group_of(module)[0]
 
     def inputs_of(self, module: str) -> ActivationQuantization | None:
-        """Return how the activations of a quantized module are quantized; None if they are not.
-
-        Raises:
-            UsageError: openquant does not know this way of quantizing activations.
-        """
-        index = self._group_of(module)
-        if index is None:
-            return None
-        return read_activation_quantization(self.inputs[index])
+        """Return how the activations of a quantized module are quantized; None if they are not."""
+        return read_activation_quantization(self._group_of(module)[1])
 
     def names(self, module: str) -> Format | None:
         """Return the format of the group that names a module; None if groups only name its class, or nothing of it."""
-        index = self._naming_group(module)
-        if index is None:
-            return None
-        return self.groups[index][1]
+        return (self._naming_group(module) or _NO_GROUP)[0]
 
-    def _group_of(self, module: str) -> int | None:
-        """Return the index of a module's group, which names the module or its class."""
-        index = self._naming_group(module)
-        if index is None:
-            return self._group_by_target.get("Linear")
-        return index
+    def _group_of(self, module: str) -> _Group:
+        """Return a module's format and activations, by the group that names the module or its class."""
+        return self._naming_group(module) or self._group_by_target.get("Linear", _NO_GROUP)
 
-    def _naming_group(self, module: str) -> int | None:
-        index = self._group_by_target.get(module)
-        while index is None and self.by_parent and module:
+    def _naming_group(self, module: str) -> _Group | None:
+        group = self._group_by_target.get(module)
+        while group is None and self.by_parent and module:
             module = module.rpartition(".")[0]
-            index = self._group_by_target.get(module)
-        if index is None:
-            return self._group_by_target.get(self.expressions.find(module) or "")
-        return index
+            group = self._group_by_target.get(module)
+        return group or self._group_by_target.get(self.expressions.find(module) or "")
 
     @cached_property
-    def _group_by_target(self) -> dict[str, int]:
+    def _group_by_target(self) -> dict[str, _Group]:
         # If several groups have a target, the first one counts.
-        indexed = reversed(tuple(enumerate(self.groups)))
-        return {target: index for index, (targets, _) in indexed for target in targets}
+        groups = reversed([*zip(self.groups, self.inputs, strict=True)])
+        return {target: (fmt, inputs) for (targets, fmt), inputs in groups for target in targets}
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:

@@ -124,31 +124,6 @@ def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return group_scale(half, format), zero_point
 
 
-def choose_unsearched_scales(
-    weight: Tensor, format: Format, absmax: Tensor | None = None, global_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Choose the scale of each group, and its zero point if the format has them, without a search for clip ratios.
-
-    Args:
-        weight: [out, in] of whole groups, of any floating dtype.
-        format: how the weight is stored.
-        absmax: float32 [out / height, in / width], the largest absolute weight of each group; computed if None. Formats
-            with zero points ignore it.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
-            `absmax` if None and the format has one. It must be None or 1 if the format has none.
-
-    Returns:
-        Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
-        With a global scale, scales are the stored ones divided by it. None in place of zero points if the format has
-        none.
-    """
-    if format.zero_point is not None:
-        return group_ranges(weight, format)
-    if absmax is None:
-        absmax = group_absmax(weight, format.group)
-    return group_scale(absmax, format, global_scale), None
-
-
 def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
     """Quantize a weight: divide by the scale, add the zero point, clamp, round to nearest even.
 

@@ -403,109 +403,61 @@ NVFP4_W4A4 = replace(
 )
 
 
-@dataclass(frozen=True)
-class _Width:
-    """What differs between integers in words that share a scale by groups of inputs.
-
-    Attributes:
-        number: the integers.
-        tag: tag of the model card.
-        clip_ratios: see Scheme. Four times as many reduce the error by 1 to 4 %, of INT7 by 3 to 11 %.
-        notes: what the plan tells of quality and hardware.
-        engines: engines that serve them.
-        experts_by_row: whether engines load experts with one scale for each row.
-        weighs_by_size: see Scheme. It takes 12 % off the KL of INT4 on SmolLM2-135M and 27 % on Gemma 3 270M, or 6 % on
-            both where weights are moved off the grid of their GGUF files; to INT5, INT6 and NVFP4 it adds 5 to 12 %.
-    """
-
-    number: Number
-    tag: str
-    clip_ratios: tuple[float, ...]
-    notes: tuple[str, ...]
-    engines: tuple[str, ...] = ("vLLM", "SGLang")
-    experts_by_row: bool = True
-    weighs_by_size: bool = False
-
-
 _COARSE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # With more codes, clipping gains less, and the place of the largest weights between two codes counts more.
 _FINE = (1.05, 1.035, 1.02, 1.005, 0.99, 0.975, 0.96)
-
-
-def _width(number: Number, clip_ratios: tuple[float, ...], quality: str, weighs_by_size: bool = False) -> _Width:
-    """Return a width for which vLLM has one kernel alone."""
-    # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:36-54 takes 2 to 8 bits, symmetric or not. Of its
-    # kernels (kernels/linear/__init__.py:523-549) only Humming's has more than 4 and 8 bits
-    # (mixed_precision/humming.py:29-41); for experts fused_moe/experts/fused_humming_moe.py:84-106. SGLang
-    # compressed_tensors/schemes/compressed_tensors_wNa16.py:55-59 takes 4 and 8 bits.
-    notes = [
-        quality,
-        f"activations stay as they are; {VLLM} has one kernel for {number.bits} bits (Humming, for NVIDIA GPUs from "
-        "Turing on), none for CPUs and AMD",
-    ]
-
-    if 32 % number.bits:
-        # Before, a word had as many codes as fit whole.
-        notes.append(f"transformers reads {number.bits} bits with compressed-tensors 0.18 or later")
-
-    return _Width(
-        number,
-        f"{number.name}-w{number.bits}a16",
-        clip_ratios,
-        tuple(notes),
-        engines=("vLLM",),
-        # compressed_tensors_moe_wna16.py:125-127 asserts groups where the kernel is not Marlin's.
-        experts_by_row=False,
-        weighs_by_size=weighs_by_size,
-    )
-
-
 _LOSS = "KL {} to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.32"
-_INT4 = _Width(
-    INT4,
-    "int4-w4a16",
-    _COARSE,
-    (
+# Integers in words that share a scale by groups of inputs: the clip ratios, and what the plan tells of quality.
+_WIDTHS = {
+    INT7: (_FINE, _LOSS.format("0.007")),
+    INT6: (_FINE, _LOSS.format("0.026")),
+    INT5: ((1.03, 1.005, 0.98, 0.955, 0.93, 0.905, 0.88), _LOSS.format("0.10")),
+    INT4: (
+        _COARSE,
         "four bits lose more than eight: KL 0.33 to the source on SmolLM2-135M, with --awq --gptq 0.10, as "
         "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
         "Ampere on, and in vLLM for AMD's GPUs and for CPUs",
     ),
-    weighs_by_size=True,
-)
-_WIDTHS = (
-    _width(INT7, _FINE, _LOSS.format("0.007")),
-    _width(INT6, _FINE, _LOSS.format("0.026")),
-    _width(INT5, (1.03, 1.005, 0.98, 0.955, 0.93, 0.905, 0.88), _LOSS.format("0.10")),
-    _INT4,
-    _width(
-        INT3,
+    INT3: (
         _COARSE,
         "three bits are for --gptq: KL 1.2 to the source on SmolLM2-135M in groups of 64, where int4 has 0.32",
-        weighs_by_size=True,
     ),
-    _width(
-        INT2,
+    INT2: (
         (1.0, 0.9, 0.8, 0.7, 0.63, 0.57, 0.52),
         "two bits left nothing of SmolLM2-135M: KL 6.7 to the source in groups of 64, where int4 has 0.32",
     ),
-)
+}
 
 
-def _by_groups(width: _Width, asymmetric: bool = False) -> tuple[Scheme, ...]:
+def _notes(number: Number, quality: str, asymmetric: bool) -> tuple[str, ...]:
+    """Return what the plan tells of quality and hardware."""
+    notes = [quality]
+    if number != INT4:
+        notes.append(
+            f"activations stay as they are; {VLLM} has one kernel for {number.bits} bits (Humming, for NVIDIA GPUs "
+            "from Turing on), none for CPUs and AMD"
+        )
+    if 32 % number.bits:
+        notes.append(f"transformers reads {number.bits} bits with compressed-tensors 0.18 or later")
+    if asymmetric:
+        notes.append(f"transformers {_NO_ZERO_POINTS}")
+    return tuple(notes)
+
+
+def _by_groups(number: Number, asymmetric: bool = False) -> tuple[Scheme, ...]:
     """Return the schemes of a width with groups of 128, of 64 and of 32 inputs, and with one scale for each row."""
+    clip_ratios, quality = _WIDTHS[number]
+    # Only of INT4 engines have several kernels.
+    engines = ("vLLM", "SGLang") if number == INT4 else ("vLLM",)
 
     def scheme(size: int | None, suffix: str, fallback: Scheme | None = None) -> Scheme:
         weights: dict[str, Any] = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
         if asymmetric:
             weights["symmetric"] = False
-
-        number = width.number
-        experts = width.engines if width.experts_by_row or size else ()
+        experts = engines if number == INT4 or size else ()
 
         return Scheme(
             number.name,
-            # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors gives a
-            # group of zeros the spacing of bfloat16 (quantization/utils/helpers.py:379).
             Format(
                 number,
                 (1, size),
@@ -517,34 +469,29 @@ def _by_groups(width: _Width, asymmetric: bool = False) -> tuple[Scheme, ...]:
             suffix=f"-{number.title}{'-asym' if asymmetric else ''}{suffix}",
             settings=_compressed_tensors({"num_bits": number.bits, **weights}, None, "pack-quantized", "int"),
             head=True,
-            # vLLM compressed_tensors/compressed_tensors_embedding.py:100-160: symmetric, and as many codes in a word as
-            # fit whole, which with other widths is not how compressed-tensors packs them.
             embedding=not asymmetric and 32 % number.bits == 0,
             fallback=fallback,
             searches_scales=True,
-            clip_ratios=width.clip_ratios,
-            weighs_by_size=width.weighs_by_size,
+            clip_ratios=clip_ratios,
+            weighs_by_size=number in (INT4, INT3),
             group_size="channel" if size is None else str(size),
-            tag=width.tag,
-            notes=(*width.notes, *((f"transformers {_NO_ZERO_POINTS}",) if asymmetric else ())),
+            tag=f"{number.name}-w{number.bits}a16",
+            notes=_notes(number, quality, asymmetric),
             transformers=_NO_ZERO_POINTS if asymmetric else None,
-            engines=width.engines,
-            # SGLang fused_moe_triton/layer.py:879 has no room for their zero points.
+            engines=engines,
             expert_engines=tuple(engine for engine in experts if engine != "SGLang") if asymmetric else experts,
         )
 
-    # Every kernel takes groups of 32 (vLLM layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
-    # does not, such as 11008 inputs on 4 ranks.
     of_32 = scheme(32, "-G32")
     return scheme(128, "", of_32), scheme(64, "-G64", of_32), of_32, scheme(None, "-channel")
 
 
 # By bits; the first has the default group.
-INTEGER_GROUPS = {width.number.bits: _by_groups(width) for width in _WIDTHS}
+INTEGER_GROUPS = {number.bits: _by_groups(number) for number in _WIDTHS}
 INT4_GROUPS = INTEGER_GROUPS[4]
 INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL = INT4_GROUPS
 # With zero points.
-SHIFTED_GROUPS = {width.number.bits: _by_groups(width, asymmetric=True) for width in _WIDTHS}
+SHIFTED_GROUPS = {number.bits: _by_groups(number, asymmetric=True) for number in _WIDTHS}
 INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL = SHIFTED_GROUPS[4]
 ASYMMETRIC = tuple(scheme for groups in SHIFTED_GROUPS.values() for scheme in groups)
 

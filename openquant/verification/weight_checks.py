@@ -190,7 +190,7 @@ class _Finder:
         info = pair.codes
         self.scales.update(f"{pair.module}.{last}" for last in COLUMN_PARTS)
         try:
-            shape, parts = packed_columns(pair.module, info, fmt, self.checkpoint.tensors.get)
+            shape, parts = packed_columns(pair.module, info, fmt, self.checkpoint.tensors)
         except SourceError as error:
             self.findings.problems.append(f"{self.checkpoint.where[info.name].shard}: {error.message}")
             return

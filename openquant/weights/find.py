@@ -45,7 +45,7 @@ from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantizatio
 from ..formats.schemes import MXFP4
 from ..models import find_entry
 from ..patterns import template
-from .weight import DAMAGED, Weight, four_bits, name_and_type, packed_columns, per_rank_projections
+from .weight import DAMAGED, Weight, find_part, four_bits, name_and_type, packed_columns, per_rank_projections
 
 # modelopt's file beside config.json, from before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -502,7 +502,7 @@ def _columns(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weight
     """Check a weight that is stored transposed (AutoAWQ, GPTQ)."""
     if not pair.codes.name.endswith(f".{fmt.codes}"):
         raise SourceError(f"{name_and_type(pair.codes)}, but config.json has its layer as {fmt.codes}", DAMAGED)
-    shape, parts = packed_columns(pair.module, pair.codes, fmt, checkpoint.tensors.get)
+    shape, parts = packed_columns(pair.module, pair.codes, fmt, checkpoint.tensors)
     return _weight(pair, shape, fmt, parts[1])._replace(parts=parts)
 
 
@@ -527,7 +527,7 @@ def _check_packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
 
     global_scale = _global_scale(pair, fmt)
     shape = info.shape[0], fmt.number.count(info.shape[1])
-    zeros = _zero_points(pair, fmt, shape)
+    zeros = _zero_points(checkpoint.tensors, pair, fmt, shape)
 
     is_read = {
         "weight_zero_point": bool(zeros),
@@ -574,21 +574,14 @@ def _require_single(info: TensorInfo) -> None:
         raise SourceError(f"{name_and_type(info)}, not a single F32", DAMAGED)
 
 
-def _zero_points(pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+def _zero_points(
+    tensors: Mapping[str, TensorInfo], pair: CodesAndScale, fmt: Format, shape: tuple[int, int]
+) -> tuple[TensorInfo, ...]:
     """Return the zero points as a tuple of one; empty for symmetric formats."""
     expected = fmt.zero_points(pair.module, shape)
-    info = pair.zero_points
     if expected is None:
         return ()
-    if info is None:
-        raise SourceError(f"{pair.codes.name} has no zero points: {expected.name} is missing", DAMAGED)
-    if info != expected:
-        raise SourceError(
-            f"{name_and_type(info)}, for {list(shape)} with {fmt.label} it must be {expected.dtype} "
-            f"{list(expected.shape)}",
-            DAMAGED,
-        )
-    return (info,)
+    return (find_part(tensors, pair.codes, expected.name, (expected.dtype,), expected.shape),)
 
 
 def _blocks(pair: CodesAndScale) -> Weight:

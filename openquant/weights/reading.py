@@ -86,7 +86,8 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     return buffer, extra
 
 
-def _allocate(nbytes: int) -> Bytes:
+def allocate(nbytes: int) -> Bytes:
+    """Allocate a buffer, uint8 [nbytes]."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -103,7 +104,7 @@ class Reader:
 
     where: Mapping[str, Location]
     path: Callable[[str], Path]
-    memory: Callable[[int], Bytes] = _allocate
+    memory: Callable[[int], Bytes] = allocate
     loops: Loops = kernels
 
     def __post_init__(self) -> None:

@@ -383,8 +383,21 @@ def name_and_type(info: TensorInfo) -> str:
     return f"{info.name} is {info.dtype} {list(info.shape)}"
 
 
+def find_part(
+    tensors: Mapping[str, TensorInfo], codes: TensorInfo, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]
+) -> TensorInfo:
+    """Find a tensor that belongs to codes, and must have one of these dtypes and this shape."""
+    info = tensors.get(name)
+    if info is None:
+        raise SourceError(f"{codes.name} has no {name.rpartition('.')[2]}: {name} is missing", DAMAGED)
+    if info.dtype not in dtypes or info.shape != shape:
+        must = f"for {codes.name} {list(codes.shape)} it must be {' or '.join(dtypes)} {list(shape)}"
+        raise SourceError(f"{name_and_type(info)}, {must}", DAMAGED)
+    return info
+
+
 def packed_columns(
-    module: str, codes: TensorInfo, fmt: Format, find: Callable[[str], TensorInfo | None]
+    module: str, codes: TensorInfo, fmt: Format, tensors: Mapping[str, TensorInfo]
 ) -> tuple[tuple[int, int], tuple[TensorInfo, ...]]:
     """Find and check the tensors of a weight that AutoAWQ or GPTQ stored transposed.
 
@@ -415,28 +428,14 @@ def packed_columns(
             raise SourceError(f"{codes.name} has {size} {axis}, which do not fill words of {number.run}", DAMAGED)
 
     _, groups = grid_of(fmt.group, shape)
-    parts = [codes]
-    expected: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
-        (fmt.scale.name, FLOATS, (groups, shape[0])),
-        (columns.zeros, ("I32",), (groups, number.items(shape[0]))),
+    parts = [
+        codes,
+        find_part(tensors, codes, f"{module}.{fmt.scale.name}", FLOATS, (groups, shape[0])),
+        find_part(tensors, codes, f"{module}.{columns.zeros}", ("I32",), (groups, number.items(shape[0]))),
     ]
-
-    index = columns.index and find(f"{module}.{columns.index}")
-    if columns.index is not None and (index or columns.act_order):
-        expected.append((columns.index, ("I32", "I64"), (shape[1],)))
-
-    for suffix, dtypes, sizes in expected:
-        info = find(f"{module}.{suffix}")
-        if info is None:
-            raise SourceError(f"{codes.name} has no {suffix}: {module}.{suffix} is missing", DAMAGED)
-        if info.dtype not in dtypes or info.shape != sizes:
-            raise SourceError(
-                f"{name_and_type(info)}, for {codes.name} {list(codes.shape)} with {fmt.label} it must be "
-                f"{' or '.join(dtypes)} {list(sizes)}",
-                DAMAGED,
-            )
-        parts.append(info)
-
+    index = columns.index and f"{module}.{columns.index}"
+    if index and (index in tensors or columns.act_order):
+        parts.append(find_part(tensors, codes, index, ("I32", "I64"), (shape[1],)))
     return shape, tuple(parts)
 
 
@@ -752,24 +751,14 @@ def four_bits(
             f"{codes.name} has rows of {shape[1]}, which do not divide into blocks of {size}",
             "start from the unquantized model",
         )
-    parts = [codes]
-
-    def require(name: str, dtypes: tuple[str, ...], length: int) -> TensorInfo:
-        info = tensors.get(f"{codes.name}.{name}")
-        if info is None:
-            raise SourceError(f"{codes.name} has no {name}: {codes.name}.{name} is missing", DAMAGED)
-        if info.dtype not in dtypes or info.shape != (length,):
-            raise SourceError(f"{name_and_type(info)}, it must be {' or '.join(dtypes)} [{length}]", DAMAGED)
-        parts.append(info)
-        return info
-
-    absmax = require("absmax", ("F32", "U8"), count // size)
-    require("quant_map", ("F32",), 16)
-    parts.append(tensors[state_name])
+    absmax = find_part(tensors, codes, f"{codes.name}.absmax", ("F32", "U8"), (count // size,))
+    values = find_part(tensors, codes, f"{codes.name}.quant_map", ("F32",), (16,))
+    parts = [codes, absmax, values, tensors[state_name]]
     if absmax.dtype == "U8":
         nested_size, _ = _read_nested(state, state_name)
-        require("nested_absmax", ("F32",), -(-absmax.shape[0] // nested_size))
-        require("nested_quant_map", ("F32",), 256)
+        nested = (-(-absmax.shape[0] // nested_size),)
+        parts.append(find_part(tensors, codes, f"{codes.name}.nested_absmax", ("F32",), nested))
+        parts.append(find_part(tensors, codes, f"{codes.name}.nested_quant_map", ("F32",), (256,)))
     return (shape[0], shape[1]), size, tuple(parts)
 
 

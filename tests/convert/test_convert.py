@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import everything, tree
+from conftest import change_json, everything, tree
 from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, SourceError
 from openquant.formats.kernels import choose_scales
@@ -460,6 +460,15 @@ def test_torch_devices_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
                 patch.setattr("openquant.job.find_device", lambda *_, device=device: device)
                 compress(source, out, scheme)
             assert tree(out) == tree(tmp_path / "numpy" / scheme), scheme
+
+
+def test_half_of_a_surrogate_pair_in_a_config_is_kept(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    change_json(source / "config.json", lambda config: config.update(note="\ud800 \u00e9"))
+    compress(source, tmp_path / "out")
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    for made in ("out", "plain"):
+        assert json.loads((tmp_path / made / "config.json").read_text())["note"] == "\ud800 \u00e9"
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path, monkey
     assert compress(source, tmp_path / "pieces").not_finite == FOUND
 
 
-def test_a_run_that_is_continued_names_those_of_finished_shards(
+def test_a_run_that_is_continued_counts_the_shards_it_has_not_looked_at(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stop(Exception):
@@ -74,7 +74,8 @@ def test_a_run_that_is_continued_names_those_of_finished_shards(
             with pytest.raises(Stop):
                 compress(source, out, workers=1)
         result = compress(source, out)
-        assert result.resumed and result.not_finite == FOUND
+        assert result.resumed and result.unread_shards == finished
+        assert result.not_finite.items() <= FOUND.items()
         assert tree(out) == tree(tmp_path / "whole")
 
 

@@ -145,29 +145,6 @@ def test_a_layer_with_a_weight_of_damage_is_named_in_any_scheme(tmp_path: Path) 
         assert f"{LOST}{OUTLIER}{HINT}" in result.notes, scheme
 
 
-def test_a_run_that_is_continued_names_all_that_lost_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = small_checkpoints.write(tmp_path / "source", shards=3)
-    small_checkpoints.change_weights(source, enlarge)
-    publish = OutputDirectory.publish
-
-    def stopping(self: OutputDirectory, name: str) -> None:
-        publish(self, name)
-        if name == "model-00002-of-00003.safetensors":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(OutputDirectory, "publish", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            compress(source, tmp_path / "out", workers=1)
-    result = compress(source, tmp_path / "out")
-    assert result.resumed
-    note = f"{LOST}model.layers.{{0..1}}.mlp.down_proj, {SMALL}{HINT}"
-    assert note in result.notes
-    assert "model.layers.0.self&#95;attn.k&#95;proj" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_a_run_that_is_continued_names_those_that_it_quantizes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from openquant.formats import compiled, kernels
-from openquant.formats.format import grid_of
+from openquant.formats.format import Format, Scale, grid_of
 from openquant.formats.kernels import ColumnRounding
 from openquant.formats.numbers import E4M3, INT4
 from openquant.formats.schemes import VARIANTS
@@ -28,10 +28,11 @@ def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
     mantissas = np.random.default_rng(0).integers(0, 1 << 23, (len(bits), 1), np.uint32)
     scale = (mantissas | np.repeat(exponents, len(bits) // len(exponents))[:, None] << 23).view(np.float32)
     for number in NUMBERS:
+        form = Format(number, (1, None), Scale("scale"))
         made = [np.empty((len(bits), number.nbytes(128)), np.uint8) for _ in range(2)]
         with np.errstate(over="ignore"):
-            kernels.encode_stored(bits, "BF16", scale, (1, None), made[0], number)
-        compiled.encode_stored(bits, "BF16", scale, (1, None), made[1], number)
+            kernels.encode_stored(bits, "BF16", scale, form, made[0])
+        compiled.encode_stored(bits, "BF16", scale, form, made[1])
         np.testing.assert_array_equal(made[1], made[0], f"{number.name} {number.dtype}")
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from openquant.formats import compiled, kernels
-from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, TENSOR, Scheme
 
@@ -42,7 +41,7 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     expected = encode(weight, scale, form).view(torch.uint8).numpy()
     for loops in (kernels, compiled):
         codes[:] = 0
-        loops.encode_stored(bits, dtype, scale.numpy(), form.group, codes, number)
+        loops.encode_stored(bits, dtype, scale.numpy(), form, codes)
         np.testing.assert_array_equal(codes, expected, name)
 
 
@@ -93,7 +92,7 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight() -> None:
             scale = BLOCK.format.scales(absmax)
             expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), BLOCK.format).view(torch.uint8).numpy()
             codes = np.empty(bits.shape, np.uint8)
-            kernels.encode_stored(bits, "BF16", scale, BLOCK.format.group, codes, E4M3)
+            kernels.encode_stored(bits, "BF16", scale, BLOCK.format, codes)
             np.testing.assert_array_equal(codes, expected, f"{exponent} {mantissa}")
 
 
@@ -128,6 +127,6 @@ def test_a_scale_that_no_bfloat16_made_is_divided_by() -> None:
     bits = np.arange(128 * 128, dtype=np.uint16).reshape(128, 128)
     scale = np.array([[0.1]], np.float32)
     codes = np.empty(bits.shape, np.uint8)
-    kernels.encode_stored(bits, "BF16", scale, (None, None), codes, E4M3)
+    kernels.encode_stored(bits, "BF16", scale, TENSOR.format, codes)
     expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), TENSOR.format).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)

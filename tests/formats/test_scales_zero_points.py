@@ -103,9 +103,9 @@ def test_kernels_are_what_torch_computes(seed: int, magnitude: int, dtype: str) 
         assert np.array_equal(scale, wanted[0].numpy()), name
         assert np.array_equal(zero, wanted[1].numpy()), name
         codes = np.empty((16, form.number.nbytes(384)), np.uint8)
-        kernels.encode_stored(bits, dtype, scale, form.group, codes, form.number, zero)
+        kernels.encode_stored(bits, dtype, scale, form, codes, zero)
         again = np.empty_like(codes)
-        compiled.encode_stored(bits, dtype, scale, form.group, again, form.number, zero)
+        compiled.encode_stored(bits, dtype, scale, form, again, zero)
         assert np.array_equal(again, codes), name
         words = encode(weight, wanted[0], form, wanted[1])
         assert np.array_equal(codes.view(np.int32), words.numpy()), name

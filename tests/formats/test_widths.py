@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from openquant.formats import compiled, kernels, reference
+from openquant.formats.format import Format, Scale
 from openquant.formats.numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
 from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, INTEGER_GROUPS
 
@@ -68,7 +69,7 @@ def check_columns(number: Number) -> None:
             weights, expected = np.maximum(weights, -127), words_of(np.maximum(codes, 1), number, 1)
         for loops in (kernels, compiled):
             out = np.empty_like(packed)
-            loops.encode_stored(weights.view(np.uint32), "F32", one, (None, None), out, number)
+            loops.encode_stored(weights.view(np.uint32), "F32", one, Format(number, (None, None), Scale("scale")), out)
             assert np.array_equal(out.view(np.uint32), expected)
             decoded = np.empty_like(weights)
             loops.decode_rows(out, number, one, (None, None), 0, decoded)

@@ -57,12 +57,12 @@ def test_zero_points_of_others_show(tmp_path: Path) -> None:
 ZERO_POINTS = f"{Q}.weight_zero_point"
 # How zero points are changed, what a run says, and what `verify` says.
 NONE: list[tuple[Callable[[Weights], object], str, str]] = [
-    (lambda weights: weights.pop(ZERO_POINTS), f"{Q}.weight_packed has no zero points: {ZERO_POINTS} is missing", f"model.safetensors: {Q}.weight_packed has no zero points: {ZERO_POINTS} is missing"),
+    (lambda weights: weights.pop(ZERO_POINTS), f"{Q}.weight_packed has no weight_zero_point: {ZERO_POINTS} is missing", f"model.safetensors: {Q}.weight_packed has no zero points: {ZERO_POINTS} is missing"),
     (lambda weights: weights.update({ZERO_POINTS: torch.zeros(256, 8, dtype=torch.int8)}),
-     f"{ZERO_POINTS} is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must be I32 [32, 8]",
+     f"{ZERO_POINTS} is I8 [256, 8], for {Q}.weight_packed [256, 32] it must be I32 [32, 8]",
      f"model.safetensors: {ZERO_POINTS} is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]"),
     (lambda weights: weights.update({ZERO_POINTS: weights[ZERO_POINTS][:-1].contiguous()}),
-     f"{ZERO_POINTS} is I32 [31, 8], for [256, 256] with one scale and zero point per 1x32 block it must be I32 [32, 8]",
+     f"{ZERO_POINTS} is I32 [31, 8], for {Q}.weight_packed [256, 32] it must be I32 [32, 8]",
      f"model.safetensors: {ZERO_POINTS} is I32 [31, 8], for I32 [256, 32] it must be I32 [32, 8]"),
 ]  # fmt: skip
 
@@ -109,7 +109,7 @@ def padded(share: int) -> Callable[[Weights], None]:
 @for_each(("damage", "message"), [
     # Twelve words of five-bit codes in place of 10 with 64, as versions before 0.18 have them.
     (padded(2), "its rows are not whole sets of 5 words with 32 codes"),
-    (padded(5), "for [256, 384] with one scale and zero point per 1x32 block it must be I32 [40, 12]"),
+    (padded(5), f"for {Q}.weight_packed [256, 60] it must be I32 [40, 12]"),
     (lambda weights: weights.update({ZERO_POINTS: weights[ZERO_POINTS][:-1].clone()}), "weight_zero_point is I32"),
 ])  # fmt: skip
 def test_words_of_a_wrong_width_are_named(tmp_path: Path, damage: Callable[[Weights], None], message: str) -> None:
