@@ -25,9 +25,9 @@ from .files.destination import (
     DiskSpace,
     Needs,
     Provenance,
-    find_shortages,
     finished_files,
     output_errors,
+    require_space,
     stated_facts,
 )
 from .files.model_files import CARD_FILE, damaged_json, is_shard, read_small
@@ -63,7 +63,7 @@ from .plan.plan import (
 from .plan.serving import serving_to_json
 from .plan.summary import Explanation, explain_modules
 from .recipes import Request, check_recipe, recipe_of
-from .report.cells import gigabytes, list_first
+from .report.cells import list_first
 from .result import Reporter, Result, default_reporter, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.checks import require_sound
@@ -303,7 +303,8 @@ def _report_plan(job: Job, texts: CalibrationTexts) -> DiskSpace:
         The disk space; in ranks but the first, that of a complete output.
 
     Raises:
-        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
+        OutputError: openquant did not write the output directory, or with other options.
+        UsageError: it cannot be written to.
         PushError: in a dry run, the repository would be refused.
     """
     space, error = None, None
@@ -324,7 +325,8 @@ def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
         texts: options that say how many texts are calibrated with, and how long.
 
     Raises:
-        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
+        OutputError: openquant did not write the output directory, or with other options.
+        UsageError: it cannot be written to.
         PushError: in a dry run, the repository would be refused.
     """
     run = job.run
@@ -348,23 +350,10 @@ def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
     of_phases = [sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs]
     needed = max(of_phases, default=0)
     if run.dry_run and needed:
-        notes += _disk_notes(needs, job)
+        # A dry run says what would end the run.
+        errors = [attempt(partial(require_space, phase))[1] for phase in needs]
+        notes += [str(error) for error in errors if error is not None][:1]
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
-
-
-def _disk_notes(needs: Sequence[Needs], job: Job) -> list[str]:
-    """Say which disks have less than a run needs."""
-    short: dict[object, tuple[int, int]] = {}
-    for phase in needs:
-        for path, nbytes, free in find_shortages(phase):
-            # What lies beside the output is on its disk.
-            in_cache = path == job.source.root
-            short.setdefault("the Hub's cache" if in_cache else job.target, (nbytes, free))
-
-    return [
-        f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free"
-        for place, (nbytes, free) in short.items()
-    ]
 
 
 def _preview_push(job: Job, publisher: Publisher) -> str:

@@ -32,7 +32,7 @@ def describe_environment() -> dict[str, Any]:
     """
     return {
         "openquant": __version__,
-        "commit": BUILT.partition("+g")[2] or None,
+        "commit": BUILT.partition("+g")[2].partition(".")[0] or None,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": available_cpus(),

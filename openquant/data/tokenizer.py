@@ -193,6 +193,8 @@ def load_tokenizer(directory: Path, where: str | None = None, like: Tokenizer | 
     if isinstance(template, dict):
         # Several named templates, such as for tool use and for RAG.
         template = template.get("default")
+    if not isinstance(template, str):
+        template = None
 
     text = _encode(inner, "a", where, special=False)
     added = _encode(inner, "a", where)

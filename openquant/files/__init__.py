@@ -4,11 +4,11 @@ checkpoint                  opens a model directory: config, tensors, where they
                             digest of all bytes, and a stamp that is cheap to compare
 shardfile                   a safetensors header: name, dtype and shape of each tensor (TensorInfo), and where its
                             bytes lie (Location). Reads shards at offsets, and writes them; the write that completes
-                            a shard checks and publishes it. Layers that GPTQ has quantized, until the conversion
+                            a shard publishes it. Layers that GPTQ has quantized, until the conversion
                             copies them
 output                      one run's claim on its output directory: the lock and the journal. A run that was killed is
                             resumed: its finished shards are known by their final names and sizes
-destination                 where other files may go and what they must not replace; whole or not at all; room on disk;
+destination                 where other files may go, and which they replace; whole or not at all; room on disk;
                             `.openquant.json`, which records how an output was made
 cards                       eval.json and README.md, read with distrust
 model_files                 configs and indexes; names of files, and which belong to a model

@@ -7,7 +7,6 @@ A page, a picture, a calibration or an evaluation replaces only an empty file or
     page.write(data)        # after them: checked again, then written whole
 
     require_space([(Path("out"), 5_000_000_000), (Path("."), 1_000_000)])       # added up if on one disk
-    find_shortages([(Path("out"), 5_000_000_000)])                             # the same, and nothing is refused
 
 The journal, `.openquant.json` in an output directory, names the digest of the plan and all files that the run writes.
 """
@@ -228,33 +227,11 @@ def require_space(needs: Needs, freed: int = 0) -> None:
         OutputError: a file system has too little room, or cannot be examined. The message names the first of its
             directories.
     """
-    for path, needed, free in find_shortages(needs, freed):
-        raise OutputError(
-            f"{path} needs {needed:,} bytes, its disk has {free:,} free",
-            "free some space, or choose another disk with -o",
-        )
-
-
-def find_shortages(needs: Needs, freed: int = 0) -> list[tuple[Path, int, int]]:
-    """Return the file systems that have too little room.
-
-    Args:
-        needs: as for `require_space`.
-        freed: as for `require_space`.
-
-    Returns:
-        The first directory on each such file system, the bytes that all its directories need, and the bytes that are
-        free there.
-
-    Raises:
-        OutputError: a file system cannot be examined.
-    """
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, nbytes in needs:
         with output_errors(path, "examined"):
             disks.setdefault(existing_parent(path).stat().st_dev, []).append((path, nbytes))
 
-    shortages = []
     for writes in disks.values():
         path = writes[0][0]
         needed = sum(nbytes for _, nbytes in writes)
@@ -262,8 +239,10 @@ def find_shortages(needs: Needs, freed: int = 0) -> list[tuple[Path, int, int]]:
             free = shutil.disk_usage(existing_parent(path)).free + freed
 
         if needed > free:
-            shortages.append((path, needed, free))
-    return shortages
+            raise OutputError(
+                f"{path} needs {needed:,} bytes, its disk has {free:,} free",
+                "free some space, or choose another disk with -o",
+            )
 
 
 WORK = ".openquant"

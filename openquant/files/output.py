@@ -13,7 +13,6 @@ continues; others are refused. A finished directory keeps the journal, and `.ope
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -329,11 +328,11 @@ class Claim:
             final: whether the plan's digest is final. Before a calibration it is not, and options are compared instead.
 
         Raises:
-            OutputError: the directory could not be claimed: it is not an output, is that of another run, or cannot be
-                written to.
+            OutputError: the directory could not be claimed: it is not an output, or is that of another run.
+            UsageError: nothing can be written there.
         """
         exists = _exists(self._path)
-        _require_writable(self._path)
+        destination.require_place(self._path / JOURNAL, f"the output {self._path}", destination.ELSEWHERE)
         journal, found = self._inspect(final) if exists else (None, {})
         needed, freed = self._count_needed(journal, found)
         return max(0, needed - freed)
@@ -503,16 +502,6 @@ def _exists(path: Path) -> bool:
         if path.exists() or path.is_symlink():
             raise OutputError(f"{path} exists and is not a directory", destination.ELSEWHERE)
     return False
-
-
-def _require_writable(path: Path) -> None:
-    """Refuse an output directory that may be missing, and where nothing can be written."""
-    with destination.output_errors(path):
-        parent = destination.existing_parent(path)
-        if not parent.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _is_early(name: str) -> bool:

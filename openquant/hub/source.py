@@ -208,7 +208,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
 
     Raises:
         SourceError: there is no such directory or repository, or it cannot be downloaded.
-        UsageError: `model` is empty or has no revision after its @, or `revision` is given for a local directory or
+        UsageError: `model` has no revision after its @, or `revision` is given for a local directory or
             contradicts that of `model`.
     """
     path = Path(model)

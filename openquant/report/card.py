@@ -8,6 +8,7 @@ open, such as a fence or `<details>`, closes at its end, and nothing of ours fol
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ..evaluation import types
 from ..files import cards
 from ..formats.hardware import AMD, GENERATIONS, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
+from ..options import CalibrationTexts
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import tokens_of
@@ -27,6 +29,7 @@ from ..plan.serving import FEWEST_TOKENS, Fit, Serving
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture, is_embedding
 from ..version import CITED, SGLANG, __version__
+from ..weights.statistics import Calibration
 from .cells import (
     count_of,
     dataset_value,
@@ -176,7 +179,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         "evaluation.jinja",
         evaluation=evaluation,
         picture=picture,
-        answer=next(iter(answers(evaluation)), None),
+        answer=next(iter(evaluation["texts"]), None),
         repo=repo,
         source=source,
         limits=types,
@@ -223,20 +226,11 @@ def _texts_from(text: Mapping[str, Any]) -> str:
 SIDES = ("prompt", "source", "output")
 
 
-def answers(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the answers to prompts in an evaluation's `texts`, without predictions along a text, which are no answers.
-
-    Args:
-        evaluation: the content of an eval.json.
-    """
-    return [text for text in evaluation["texts"] if "text" not in text]
-
-
 def difference_text(text: Mapping[str, Any]) -> str:
     """Say where both answers begin to differ: "they differ from token 13 on".
 
     Args:
-        text: one of `answers`. `differs_at` is the index of the first token that differs, None if all are equal.
+        text: one of an evaluation's `texts`. `differs_at` is the index of the first token that differs, or None.
     """
     at = text["differs_at"]
     if at is None:
@@ -512,4 +506,21 @@ def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     if not recipe:
         return None
 
-    return f"openquant compress -m {source} {recipe_command(recipe['options'])}"
+    options = recipe["options"]
+    calibration = plan.options.calibration
+    # GPTQ has read texts of its own.
+    if calibration is not None and "calibrate" in options and "gptq" not in options:
+        options = {**options, **_texts_options(calibration), **options}
+    return f"openquant compress -m {source} {recipe_command(options)}"
+
+
+def _texts_options(calibration: Calibration) -> dict[str, Any]:
+    """Return the options of the texts that a calibration file was made with, other than the defaults."""
+    texts = calibration.texts
+    found = {
+        "text": [posixpath.basename(name) for name in texts.get("files", ())],
+        "samples": texts.get("documents"),
+        "length": texts.get("length"),
+    }
+    defaults = vars(CalibrationTexts())
+    return {name: value for name, value in found.items() if value and value != defaults[name]}

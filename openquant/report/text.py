@@ -23,7 +23,6 @@ from ..result import Result, zero_notes
 from ..verification.headers import Report
 from .card import (
     SIDES,
-    answers,
     difference_text,
     engines_that_read,
     gpus_text,
@@ -304,8 +303,8 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
         notes.append(f"note: of the tensors that are not quantized {listed}: {remark}")
     if unread:
         notes.append(
-            f"note: {count_of(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and "
-            "infinity"
+            f"note: {count_of(unread, 'shard')} of an earlier run, not looked at for NaN, infinity and lost "
+            "weights: `openquant verify --full` looks at them"
         )
     return [terminal(note) for note in notes]
 
@@ -458,7 +457,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
             lines += ["", *_indented_table(task_rows(output["tasks"]), width)]
             lines += paragraphs([f"  {output['tasks']['reading']}"], width)
 
-        for text in answers(output)[:SHOWN_PROMPTS]:
+        for text in output["texts"][:SHOWN_PROMPTS]:
             lines += ["", *_answers(text, width)]
 
     text = outputs[0]["text"]

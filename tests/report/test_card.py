@@ -15,12 +15,14 @@ from conftest import EXAMPLE
 from openquant import __version__, compress, dequantize, verify
 from openquant.api import push_notes
 from openquant.files.checkpoint import open_checkpoint
+from openquant.files.destination import Provenance
 from openquant.formats.schemes import TENSOR
 from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import ModuleRules
 from openquant.report.card import evaluated_card, model_card
 from openquant.version import SGLANG
+from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.evaluation_files import evaluation
 from support.random_calibrations import Planned
@@ -166,6 +168,13 @@ def test_the_card_has_a_request_that_the_model_answers(subtests: pytest.Subtests
             assert request in text and "\nMemory: one 24 GB GPU: " in text
             json.loads(re.findall("^curl .* -d '(.*)'$", text, re.MULTILINE)[0])
     assert "curl" not in card_of(as_class(plan, "Qwen3ForSequenceClassification"), "")
+
+
+def test_a_card_names_texts_without_their_directories(plan: Plan) -> None:
+    calibration = Calibration((), "", {"files": ["/home/me/a.txt"]})
+    options = replace(plan.options, calibration=calibration)
+    made = Provenance(recipe={"options": {"scheme": "int4", "calibrate": True}})
+    assert " --text a.txt" in card_of(replace(plan, options=options, provenance=made), "")
 
 
 def test_a_chat_template_is_found_in_any_of_its_files(subtests: pytest.Subtests, tmp_path: Path) -> None:
@@ -408,16 +417,6 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     assert "\x1b" not in added
 
 
-def test_what_models_find_along_a_text_is_no_answer() -> None:
-    found = evaluation()
-    shown = evaluated_card("", "user/name", found)
-    assert "answer" in shown and "--no-prompts" not in shown
-    assert "text" in found["texts"][2]
-    for texts in (found["texts"][2:], []):
-        shown = evaluated_card("", "user/name", {**found, "texts": texts})
-        assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
-
-
 def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:
     text = "# m-FP8\n\n## How it was made\n\n| | |\n|---|---|\n"
     text += "| source | [org/tiny](https://huggingface.co/org/tiny/tree/0123abcd) at `0123abcd` |\n"
@@ -440,6 +439,14 @@ def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
         assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
         # Whoever publishes it is told once more.
         assert push_notes(tmp_path / name)[0] == "the source lacks model.layers.1.input_layernorm"
+
+
+def test_an_evaluation_without_prompts_is_made_again_without_them() -> None:
+    found = evaluation()
+    shown = evaluated_card("", "user/name", found)
+    assert "answer" in shown and "--no-prompts" not in shown
+    shown = evaluated_card("", "user/name", {**found, "texts": []})
+    assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
 
 
 def test_a_long_answer_is_cut_in_a_card() -> None:

@@ -231,7 +231,7 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
         assert text in visitor.text("plan-sections")
     visitor.straight_to("user/made")
     visitor.convert("compressing")
-    visitor.wait("of 8.39 MB")
+    visitor.wait("of 5.27 MB")
     assert "openquant compress -m org/tiny-qwen3 --scheme int8-weights --stream" in visitor.text("status")
     # A page that is closed and opened again finds the run.
     visitor.page.close()
@@ -306,13 +306,13 @@ def test_an_output_that_is_kept_is_measured_and_published(
 def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
     visitor.plan("org/tiny-qwen3")
     visitor.straight_to("user/continued")
-    visitor.convert("of 8.39 MB")
+    visitor.convert("of 5.27 MB")
     assert not visitor.page.locator("#result-section").is_visible()
     visitor.page.locator("#stop").click()
     visitor.wait("The run was stopped.")
     assert server.commands() == []
     # The command that runs ends with its server.
-    visitor.convert("of 8.39 MB")
+    visitor.convert("of 5.27 MB")
     [command] = server.commands()
     server.stop()
     with pytest.raises(ProcessLookupError):
