@@ -3,7 +3,7 @@
 
 import sys
 
-from openquant.cli.start import compress_main
+from openquant.__main__ import compress_main
 
 if __name__ == "__main__":
     sys.exit(compress_main())

@@ -19,7 +19,7 @@ _EXPORTED = {
     "errors": ("OpenQuantError", "OutputError", "PlanError", "SourceError", "UsageError"),
     "evaluation.results": ("Evaluation",),
     "evaluation.run": ("evaluate",),
-    "evaluation.types": ("OutputEvaluation",),
+    "evaluation.verdict": ("OutputEvaluation",),
     "files.destination": ("DiskSpace",),
     "fit.run": ("search_mixtures",),
     "fit.table": ("FitTable", "SearchResult", "fit_table"),

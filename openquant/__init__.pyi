@@ -9,7 +9,7 @@ from .diagnosis.result import Diagnosis
 from .distributed import Ranks
 from .errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
 from .evaluation.results import Evaluation
-from .evaluation.types import OutputEvaluation
+from .evaluation.verdict import OutputEvaluation
 from .files.destination import DiskSpace
 from .fit.table import FitTable, SearchResult
 from .formats.hardware import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName

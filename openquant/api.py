@@ -20,35 +20,19 @@ from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_rea
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import SourceError, UsageError
+from .fields import verb
+from .files import destination
 from .files.cards import evaluation_notes, find_notes, metadata_notes, source_of, split_card
-from .files.destination import (
-    DiskSpace,
-    Needs,
-    Provenance,
-    finished_files,
-    output_errors,
-    require_space,
-    stated_facts,
-)
+from .files.destination import DiskSpace
 from .files.model_files import CARD_FILE, damaged_json, is_shard, read_small
 from .fit.budget import refuse_options
 from .formats.hardware import KEPT
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher
 from .hub.source import silent, supply_shards
-from .job import (
-    MOST_WORKERS,
-    Job,
-    Opened,
-    claim_of,
-    connect_ranks,
-    make_job,
-    open_model,
-    prepare,
-    without_collector,
-)
+from .job import MOST_WORKERS, Job, Opened, claim_of, connect_ranks, make_job, open_model, prepare, without_collector
 from .machine import available_cpus, peak_rss
-from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, push_target, verb
+from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, push_target
 from .plan import summary
 from .plan.decisions import PlanOptions
 from .plan.plan import (
@@ -237,7 +221,7 @@ def _make_plan(request: Request, opened: Opened) -> Plan:
         plan = make_unchanged_plan(opened.checkpoint, options, identity, recipe.architecture)
     else:
         plan = make_plan(opened.checkpoint, request.scheme, options, identity, recipe.architecture)
-    return replace(plan, provenance=Provenance(recipe_of(recipe, request.texts), request.frontier))
+    return replace(plan, provenance=destination.Provenance(recipe_of(recipe, request.texts), request.frontier))
 
 
 def _calibrate(request: Request, job: Job) -> tuple[Job, Corpus | None]:
@@ -283,7 +267,7 @@ def _plan_dequantized(opened: Opened) -> Job:
     """Make the plan of dequantize()."""
     with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
-        if stated_facts(opened.checkpoint.root).smoothed:
+        if destination.stated_facts(opened.checkpoint.root).smoothed:
             plan = replace(plan, notes=(*plan.notes, FOLDED))
     return prepare(opened, plan)
 
@@ -339,7 +323,7 @@ def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
 
     generated = {} if plan.lacks else generate_files(job, plan.files)
     claim = claim_of(job, generated, publisher)
-    needs: list[Needs]
+    needs: list[destination.Needs]
     if plan.lacks:
         needs = texts_needs(job, texts)
     else:
@@ -351,7 +335,7 @@ def find_space(job: Job, texts: CalibrationTexts) -> DiskSpace:
     needed = max(of_phases, default=0)
     if run.dry_run and needed:
         # A dry run says what would end the run.
-        errors = [attempt(partial(require_space, phase))[1] for phase in needs]
+        errors = [attempt(partial(destination.require_space, phase))[1] for phase in needs]
         notes += [str(error) for error in errors if error is not None][:1]
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
 
@@ -558,7 +542,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> dict[str, A
         with silent():
             names = publisher.prepare(_published_card(path), creates=False)
 
-    with output_errors(path, "read"):
+    with destination.output_errors(path, "read"):
         reads = [
             _place(path / name, "a shard" if name in publisher.shards else "a file")
             for name in sorted([*publisher.shards, *others])
@@ -631,7 +615,7 @@ def _commit_to(publisher: Publisher) -> str:
 
 def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
     """Check a finished directory; what publishes it, and the files beside its shards."""
-    digest, files = finished_files(path)
+    digest, files = destination.finished_files(path)
     require_sound(path, files)
     shards = [name for name in files if is_shard(name)]
     publisher = Publisher(target, path, digest, shards)
@@ -639,5 +623,5 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
 
 
 def _published_card(path: Path) -> bytes:
-    with output_errors(path, "read"):
+    with destination.output_errors(path, "read"):
         return read_small(path / "README.md", f"{path}/README.md")

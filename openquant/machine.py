@@ -1,16 +1,20 @@
-"""CPUs, memory and devices that this process may use, and the memory that it has used."""
+"""CPUs, memory and devices that this process may use, the memory that it has used, and what a bug report needs."""
 
 from __future__ import annotations
 
 import errno
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from .errors import UsageError
+from .version import BUILT, __version__
 
 # A browser's Python, which plans, has none. Imported here because an error about too many open files needs it.
 with suppress(ImportError):
@@ -119,12 +123,13 @@ def find_device(name: str, number: int) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; torch adds advice below it.
+    """Return the first line of an error's message, and the second if the first ends in a colon; the rest is advice.
 
     Args:
         error: the error; if it has no message, the name of its class is returned.
     """
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def resident() -> int:
@@ -202,3 +207,75 @@ def without_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+# What openquant computes, reads and writes with.
+LIBRARIES = (
+    *("torch", "transformers", "safetensors", "huggingface_hub", "accelerate", "numpy", "numba", "compressed-tensors"),
+    *("gguf", "lm-eval", "datasets", "matplotlib"),
+)
+ENGINES = ("vllm", "sglang")
+# Instructions that kernels ask for, as Linux names them; Arm's come last.
+_INSTRUCTIONS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16")
+_SETTINGS = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
+
+
+def describe_environment(loops: str) -> dict[str, Any]:
+    """Return what a bug report needs of this machine, as `openquant env --json` prints it (docs/json.md). No paths.
+
+    Args:
+        loops: what runs the loops over the weights of large models, "numba" or "numpy".
+
+    Returns:
+        Versions of openquant, Python, libraries and engines, None for those that are not installed; the CPU, its
+        instructions and memory in bytes; the GPUs that torch finds; the loops; and environment variables that change
+        what runs.
+    """
+    return {
+        "openquant": __version__,
+        "commit": BUILT.partition("+g")[2].partition(".")[0] or None,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": available_cpus(),
+        "cpu": _cpu("model name") or platform.processor() or None,
+        "instructions": [name for name in _INSTRUCTIONS if name in (_cpu("flags") or _cpu("Features") or "").split()],
+        "memory": available_memory(),
+        "gpus": _gpus(),
+        "loops": loops,
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "engines": {name: _version(name) for name in ENGINES},
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    if distribution == "torch":
+        # The package's own version tells the build, such as 2.13.0+cu130.
+        with suppress(ImportError, OSError):
+            import torch
+
+            return str(torch.__version__)
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution)
+    return None
+
+
+def _cpu(key: str) -> str | None:
+    """A line of /proc/cpuinfo about the first CPU that has it; None elsewhere than on Linux."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return None
+
+
+def _gpus() -> list[dict[str, Any]] | str:
+    """Name, memory and compute capability of each GPU that torch finds; the error if it cannot say."""
+    try:
+        import torch
+
+        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    except Exception as error:  # torch raises whatever its driver does
+        return first_line(error)
+    return [{"name": gpu.name, "memory": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in found]

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
+from .fields import Option, options_of, values_for, words_of
 from .files.checkpoint import readable
 from .files.model_files import JOURNAL_FILE, parse_json, read_small, short_repr
 from .formats.hardware import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
-from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, options_of, values_for, words_of
+from .options import CalibrationTexts, FitOptions, Recipe, Run
 from .plan.decisions import PlanOptions
 from .version import __version__
 from .weights.weight import UNDECIDED

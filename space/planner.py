@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from openquant.errors import OpenQuantError, PlanError, UsageError
+from openquant.fields import flags_of, options_of
 from openquant.files.checkpoint import (
     Checkpoint,
     RemoteFile,
@@ -29,7 +30,7 @@ from openquant.files.model_files import SINGLE_FILE
 from openquant.fit.budget import read_budget, refuse_options, weights_on_gpus
 from openquant.fit.table import table_of
 from openquant.formats.hardware import GPUS, SCHEME_NAMES
-from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of
+from openquant.options import CalibrationTexts, CompareSchemes, Recipe
 from openquant.plan import summary
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.serving import serving_to_json

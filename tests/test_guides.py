@@ -78,7 +78,7 @@ def tutorial(name: str, directory: Path, **instead: str) -> list[list[str]]:
 
 
 def write_texts(path: Path) -> None:
-    source = (ROOT / "openquant" / "options.py").read_text()
+    source = "".join((ROOT / "openquant" / name).read_text() for name in ("options.py", "fields.py"))
     path.write_text("".join(json.dumps({"text": source[at : at + 4000]}) + "\n" for at in range(0, 40000, 4000)))
 
 

@@ -20,10 +20,11 @@ from conftest import EXAMPLE, ROOT
 from openquant import __version__
 from openquant.cli.commands import main
 from openquant.errors import UsageError
+from openquant.fields import Option, options_of
 from openquant.formats import hardware
 from openquant.formats.hardware import GGUF, KEPT, UNCHANGED
 from openquant.formats.schemes import SCHEMES
-from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
+from openquant.options import Check, Diagnose, Evaluate, Push, Recipe, Run, Texts
 from stub import make_stub
 
 

@@ -11,7 +11,8 @@ import pytest
 from conftest import EXAMPLE, Run, tree
 from openquant import OpenQuantError, compress, dequantize, verify
 from openquant.errors import UsageError
-from openquant.options import CalibrationTexts, Recipe, values_for
+from openquant.fields import values_for
+from openquant.options import CalibrationTexts, Recipe
 from openquant.recipes import read_recipe, recipe_command, recipe_of
 
 FULL: dict[str, Any] = {

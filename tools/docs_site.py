@@ -111,13 +111,16 @@ def option_row(action: Any) -> str:
 @functools.cache
 def whole_helps() -> dict[str, str]:
     """The whole text of each option, by the sentence that --help shows."""
-    from openquant import options
+    from openquant import fields, options
+    from openquant.cli import arguments
 
-    kinds = [kind for kind in vars(options).values() if isinstance(kind, type) and is_dataclass(kind)]
+    kinds = [
+        kind for kind in (vars(options) | vars(arguments)).values() if isinstance(kind, type) and is_dataclass(kind)
+    ]
     return {
         option.summary: option.help + (default and f" (default: {default}")
         for kind in kinds
-        for option in options.options_of(kind).values()
+        for option in fields.options_of(kind).values()
         for default in [option.summary.partition(" (default: ")[2] if "default" not in option.help else ""]
     }
 

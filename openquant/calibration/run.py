@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from ..convert.conversion import loops
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
+from ..fields import values_for, verb
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, Needs, require_space
 from ..files.shardfile import LayerStore
@@ -33,7 +34,7 @@ from ..formats.numbers import Floats
 from ..hub.source import Source, supply_shards
 from ..job import Job, Opened, claim_of, connect_ranks, open_source
 from ..machine import COMPILED_MEMORY, resident
-from ..options import Calibrate, CalibrationTexts, Recipe, Run, values_for, verb
+from ..options import Calibrate, CalibrationTexts, Recipe, Run
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions, rounded_bytes
@@ -562,7 +563,7 @@ def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTran
 def _choose_scales(
     job: Job, mappings: Sequence[SmoothingMapping], choose: ChooseScale
 ) -> list[MappingTransforms | str]:
-    """Return for each mapping what it changes, or why it is not used."""
+    """Return what each mapping changes; for one that is not used, a text that says why."""
     plan = job.plan
     ranks = job.ranks
     directory = job.target.absolute().parent

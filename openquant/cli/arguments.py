@@ -1,4 +1,4 @@
-"""Arguments of the commands, made from options.py."""
+"""Arguments of the commands, made from options.py, and the options that only the command line has."""
 
 from __future__ import annotations
 
@@ -7,15 +7,80 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from .. import options
 from ..errors import UsageError
+from ..fields import (
+    EXECUTION,
+    FILES,
+    GROUPS,
+    OUTPUT,
+    QUANTIZATION,
+    Option,
+    directory_option,
+    file_option,
+    flags_of,
+    option,
+    options_of,
+    quantization,
+)
 from ..formats.hardware import GGUF, meaning_of
+from ..options import PATIENCE
 from ..version import BUILT
 from .console import say
 
 SHELLS = ("bash", "zsh", "fish")
+
+
+@dataclass(frozen=True)
+class WebPage:
+    """Where `openquant web` serves its page, and what that may read and write."""
+
+    port: int = option(7860, "Port on 127.0.0.1; 0 for a free one", EXECUTION, "N", read=int)
+    root: Sequence[str] = directory_option(
+        (),
+        "Directory it may read and write (repeatable). Runs and outputs go into the first. Default: the working "
+        "directory.",
+        FILES,
+        "DIR",
+        repeated=True,
+    )
+
+
+@dataclass(frozen=True)
+class Command:
+    """Options that the command line handles itself, not the functions of api.py. Verbs take them one by one."""
+
+    recipe: str | None = file_option(
+        None,
+        "Use the options of this .openquant.json. Options on the command line override them.",
+        QUANTIZATION,
+        "FILE",
+    )
+    block_size: int | None = option(
+        None, "Short for --scheme block.", QUANTIZATION, "128", flags=("-w", "--block-size"), read=int
+    )
+    rendezvous_timeout: float = option(PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=float)
+    dry_run: bool = option(False, "Say what would be done and write nothing.", EXECUTION)
+    quiet: bool = option(
+        False, "Print errors only, and what is wrong with the source.", OUTPUT, flags=("-q", "--quiet")
+    )
+    verbose: bool = option(False, "Also list unquantized layers and copied files.", OUTPUT, flags=("-v", "--verbose"))
+    json: bool = option(False, "Print one JSON object on stdout and nothing else.", OUTPUT)
+    progress: str = option(
+        "auto", "Progress: auto (default), or JSON lines on stderr.", OUTPUT, "KIND", choices=("auto", "json")
+    )
+    report: str | None = file_option(None, "Also write an HTML page (needs matplotlib).", OUTPUT, "FILE.html")
+    figure: str | None = file_option(
+        None, "Also write a picture for a model card. It shows all outputs, and needs matplotlib.", OUTPUT, "FILE.png"
+    )
+    search: bool = quantization(
+        False,
+        "Measure mixtures of all sizes on this model. It runs texts through it, writes no checkpoint, and keeps the "
+        "scores for --fit.",
+    )
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
@@ -171,12 +236,12 @@ class Parser(argparse.ArgumentParser):
             without: names of options to leave out.
             helps: help texts that replace those of options.py, by name of an option among these.
         """
-        chosen: dict[str, options.Option] = {}
+        chosen: dict[str, Option] = {}
         for kind in kinds:
             if isinstance(kind, str):
-                chosen[kind] = options.options_of(options.Command)[kind]
+                chosen[kind] = options_of(Command)[kind]
             else:
-                chosen |= options.options_of(kind)
+                chosen |= options_of(kind)
 
         chosen = {name: option for name, option in chosen.items() if name not in without}
         for name, text in helps.items():
@@ -185,12 +250,10 @@ class Parser(argparse.ArgumentParser):
             positional = [name for name in positional if not chosen[name].flags]
 
         # Positional arguments come first, then options with a letter.
-        names = sorted(
-            chosen, key=lambda name: 0 if name in positional else 3 - len(options.flags_of(name, chosen[name]))
-        )
+        names = sorted(chosen, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, chosen[name])))
         hides = len(chosen) > MANY
 
-        for title in options.GROUPS:
+        for title in GROUPS:
             group = self.add_argument_group(title)
             volume = group.add_mutually_exclusive_group()
             for name in names:
@@ -223,7 +286,7 @@ class Parser(argparse.ArgumentParser):
             group.add_argument("--version", action="version", version=f"openquant {BUILT}", help="Show the version")
 
 
-def _add(group: argparse._ActionsContainer, name: str, option: options.Option, positional: bool) -> argparse.Action:
+def _add(group: argparse._ActionsContainer, name: str, option: Option, positional: bool) -> argparse.Action:
     """Add an option to a group of a parser."""
     settings: dict[str, Any] = {"help": option.summary}
     if option.value is not None:
@@ -239,7 +302,7 @@ def _add(group: argparse._ActionsContainer, name: str, option: options.Option, p
         if option.value is None:
             action = "store_true"
         settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
-        added = group.add_argument(*options.flags_of(name, option), *option.also, **settings)
+        added = group.add_argument(*flags_of(name, option), *option.also, **settings)
         vars(added)["also"] = option.also
 
     vars(added)["explains"] = option.explains
@@ -393,7 +456,7 @@ _VERBS = (
         "web",
         "Serve a page on this machine that plans, converts and publishes.",
         "[--root DIR] [--port N]",
-        (options.WebPage, "json"),
+        (WebPage, "json"),
         examples=("", "--root /data/models --port 8000"),
     ),
     _Verb("env", "Show the versions and hardware that a bug report needs.", "[--json]", ("json",)),

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import options
+from .. import fields, options
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..machine import without_memory
 from . import console
-from .arguments import Parser, compress_parser, verb_parser
+from .arguments import Command, Parser, WebPage, compress_parser, verb_parser
 
 if TYPE_CHECKING:
     from ..evaluation.results import Evaluation
@@ -43,7 +43,7 @@ class Call:
 
     def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: console.Interrupts) -> None:
         self.given = given
-        self.command = options.Command(**options.values_for(options.Command, given))
+        self.command = Command(**fields.values_for(Command, given))
         self.ranks = ranks
         self.interrupts = interrupts
 
@@ -56,7 +56,7 @@ class Call:
 
     def values(self, *kinds: type) -> dict[str, Any]:
         """Return the given values of the options of some classes, by name."""
-        return {name: value for kind in kinds for name, value in options.values_for(kind, self.given).items()}
+        return {name: value for kind in kinds for name, value in fields.values_for(kind, self.given).items()}
 
     def show(self, result: Any, text: Callable[..., str], *more: Any, coloured: bool = True) -> int:
         """Print the result: with --json an object, else its text.
@@ -206,7 +206,7 @@ def _find_push(call: Call) -> options.Push | None:
     values = call.values(options.Push)
     if "name" not in values:
         for name in values:
-            flag = options.flags_of(name, options.options_of(options.Push)[name])[0]
+            flag = fields.flags_of(name, fields.options_of(options.Push)[name])[0]
             raise UsageError(f"{flag} goes with --push-to-hub", "say where to push")
         return None
 
@@ -297,9 +297,9 @@ def _fit(call: Call) -> int:
     if call.given.get("search"):
         return _search(call)
 
-    for name, option in options.options_of(options.Search).items():
-        if name in call.given and name not in options.options_of(options.CompareSchemes):
-            flag = options.flags_of(name, option)[-1]
+    for name, option in fields.options_of(options.Search).items():
+        if name in call.given and name not in fields.options_of(options.CompareSchemes):
+            flag = fields.flags_of(name, option)[-1]
             raise UsageError(f"{flag} is for --search", "give --search too, or leave it out")
     if call.command.report is not None:
         raise UsageError("--report is for --search", "give --search too, or leave it out")
@@ -413,7 +413,7 @@ def _web(call: Call) -> int:
     from ..web.server import find_roots, require_gradio, serve_page
 
     require_gradio()
-    chosen = options.WebPage(**call.values(options.WebPage))
+    chosen = WebPage(**call.values(WebPage))
     if not 0 <= chosen.port < 1 << 16:
         raise UsageError(f"{chosen.port} is no port", "give --port from 0 to 65,535")
     roots = find_roots(tuple(chosen.root))
@@ -435,10 +435,13 @@ def _completion(call: Call) -> int:
 
 
 def _env(call: Call) -> int:
-    from ..environment import describe_environment
+    from ..convert.conversion import loops
+    from ..formats import kernels
+    from ..machine import describe_environment
     from ..report.text import environment_text
 
-    return call.show(describe_environment(), environment_text)
+    name = "numpy" if loops(True) is kernels else "numba"
+    return call.show(describe_environment(name), environment_text)
 
 
 VERBS: Mapping[str, Callable[[Call], int]] = {

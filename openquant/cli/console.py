@@ -24,9 +24,9 @@ from ..result import Reporter
 if TYPE_CHECKING:
     from ..files.destination import DiskSpace
     from ..hub.source import Source
-    from ..options import Command
     from ..plan.plan import Plan
     from ..result import Result
+    from .arguments import Command
 
 
 class Interrupts:
@@ -77,7 +77,7 @@ def mend_streams() -> None:
 
 
 def say(text: str, stream: TextIO, end: str = "\n", kept: str = "\n\t", coloured: bool = False) -> None:
-    """Print text. After an error of the stream (`| head`, a full disk) it leads to /dev/null.
+    """Print text. What is printed to a stream after it failed once (`| head`, a full disk) goes to /dev/null.
 
     Args:
         text: the text. Text from others must be escaped line by line before (`cells.join_lines`).

@@ -47,18 +47,7 @@ from ..plan.layout import (
 )
 from ..plan.plan import Plan
 from ..threads import in_threads
-from ..weights.reading import (
-    BUFFER,
-    SMALLEST_SCALE,
-    LostWeights,
-    Reader,
-    allocate,
-    check_scales,
-    divided_scales,
-    memory_of,
-    require_finite,
-    require_in_range,
-)
+from ..weights import reading
 from ..weights.weight import Weight
 
 # Bytes that the kernels need for CHUNK weights, for their tables, and as slack in the allocator.
@@ -86,11 +75,11 @@ def worker_memory(plan: Plan, device: str) -> int:
         device: "cpu" or a torch device such as "cuda:0".
     """
     multiples = {scheme.format.height for scheme in plan.decisions.schemes} or {1}
-    largest_piece = BUFFER
+    largest_piece = reading.BUFFER
     temporary = 0
 
     for weight in weight_kinds(plan.decisions):
-        piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
+        piece, decoding = max(reading.memory_of(weight, multiple) for multiple in multiples)
         largest_piece = max(largest_piece, piece)
         # A weight that is decoded and transposed is in memory as a whole, in bfloat16.
         if weight.decodes_transposed:
@@ -347,11 +336,11 @@ class _Worker:
         self.loops = conversion.loops
         # What computes codes: the loops, or torch with functions of the same names.
         self.kernels: Any = self.loops
-        memory = allocate
+        memory = reading.allocate
         if conversion.device != "cpu":
             self.kernels = TorchKernels(conversion.device)
             memory = self.kernels.memory
-        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, memory, self.loops)
+        self.reader = reading.Reader(conversion.plan.decoded.where, conversion.transfer.path, memory, self.loops)
         self.buffers = [_OutputBuffer(writers, memory) for _ in range(2)]
 
     def do(self, write: Write, file: ShardFile) -> None:
@@ -396,7 +385,7 @@ class _Worker:
 
         while done < nbytes:
             buffer = self._next_buffer()
-            piece = buffer.take(write.target + done, min(BUFFER, nbytes - done))
+            piece = buffer.take(write.target + done, min(reading.BUFFER, nbytes - done))
             source.read(piece, offset + done, name)
             if isinstance(write, CopyTensor):
                 self.findings.look_at(write.tensor, piece)
@@ -412,7 +401,7 @@ class _Worker:
             source.read(raw, write.location.offset, tensor.name)
 
         scale = scale_values(raw, tensor.dtype)
-        check_scales(scale, tensor.name, write.location.shard, SMALLEST_SCALE)
+        reading.check_scales(scale, tensor.name, write.location.shard, reading.SMALLEST_SCALE)
         if write.inverse:
             scale = np.float32(1) / scale
         file.write(scale, write.target)
@@ -495,7 +484,7 @@ class _Worker:
         if weight.format.columns is not None:
             # In AutoAWQ's order several rows share a word.
             height = max(height, weight.format.number.run)
-        step = max(1, BUFFER // (pitch * height)) * height
+        step = max(1, reading.BUFFER // (pitch * height)) * height
 
         global_scale = self.reader.global_scale(weight) if exact is None else exact
         if scheme.format.global_scale is not None and piece.tied_target is not None:
@@ -510,12 +499,14 @@ class _Worker:
 
                 self.reader.read_codes(source, weight, low, codes)
                 powers = scheme.format.scale.power_of_two or exact is not None
-                scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, powers)
+                scale = self.reader.scales(weight, low, count, reading.SMALLEST_SCALE, powers)
                 zero_point = self.reader.zero_points(weight, low, count)
                 self.reader.check_codes(weight, low, codes, scale, zero_point)
 
                 if exact is not None:
-                    scale = divided_scales(scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item())
+                    scale = reading.divided_scales(
+                        scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item()
+                    )
 
                 buffer.send(file, codes, target)
                 stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
@@ -538,7 +529,7 @@ class _Worker:
 
             for bits in self.reader.rows(weight, 1):
                 absmax = self.kernels.absmax(bits, weight.dtype, (None, None))
-                require_finite(weight, absmax, self.reader.where)
+                reading.require_finite(weight, absmax, self.reader.where)
                 is_zero = is_zero and not absmax.any()
                 largest = np.maximum(largest, absmax)
                 self.conversion.advance(0)
@@ -570,7 +561,7 @@ class _Worker:
         # Where there is a shared one, _shared_absmax has looked.
         is_zero = shared_absmax is None
         largest = 0.0
-        lost = LostWeights(fmt, weight.shape[0])
+        lost = reading.LostWeights(fmt, weight.shape[0])
 
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
@@ -584,7 +575,7 @@ class _Worker:
             absmax = shared_absmax
             if absmax is None or not fmt.shared:
                 absmax = self.kernels.absmax(bits, weight.dtype, fmt.group)
-                require_in_range(weight, absmax, scheme, self.reader.where)
+                reading.require_in_range(weight, absmax, scheme, self.reader.where)
             is_zero = is_zero and not absmax.any()
             largest = max(largest, float(absmax.max()))
 

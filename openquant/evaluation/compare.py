@@ -45,7 +45,7 @@ from .results import (
     require_one_model,
 )
 from .task_passes import TaskPasses, evaluate_tasks
-from .types import counted_questions
+from .verdict import counted_questions
 
 
 def compare_outputs(

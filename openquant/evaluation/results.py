@@ -48,8 +48,7 @@ from ..version import __version__
 from .as_served import ServedModel, ShareCount
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .task_passes import TaskRequests
-from .types import CHANGED, ENOUGH_TEXTS, OutputEvaluation, verdict_word
-from .verdict import LayerFigures, Suspect, suspects_by_layers
+from .verdict import CHANGED, ENOUGH_TEXTS, LayerFigures, OutputEvaluation, Suspect, suspects_by_layers, verdict_word
 
 # A model with this share of its vocabulary as perplexity guesses. One that was trained is far from it.
 GUESSED = 0.5

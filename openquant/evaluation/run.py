@@ -19,13 +19,14 @@ from ..data.corpus import Corpus, read_corpus
 from ..data.tasks import Tasks, read_tasks
 from ..data.tokenizer import Tokenizer
 from ..distributed import Ranks
+from ..fields import verb
 from ..files.cards import EVALUATION
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..hub.source import Source, find_source
 from ..machine import find_device
-from ..options import Evaluate, Texts, verb
+from ..options import Evaluate, Texts
 from ..plan.architecture import known_architecture
 from ..result import Reporter, default_reporter
 from ..streaming import session

@@ -49,7 +49,7 @@ from ..streaming.packing import ChoiceRequest, Pack, make_packs, packed_logits, 
 from ..streaming.session import documents_of_rank
 from .as_served import ServedModel
 from .kl import CHUNK, divergences, log_probabilities
-from .types import counted_questions
+from .verdict import counted_questions
 
 
 class RequestScores:

@@ -1,8 +1,9 @@
-"""Which decoder layers of an output are suspect, by what they do to the texts. docs/figures.md has the limits.
+"""The word of the verdict, and which decoder layers are suspect. docs/figures.md has the limits.
 
-A layer is suspect if the distance from the source grows in it by more than in most others: a change to all layers, such
-as GPTQ, makes none suspect. `verify` compares weights.
+The mean KL divergence decides the word. A layer is suspect if the distance from the source grows in it by more than in
+most others: a change to all layers, such as GPTQ, makes none suspect. `verify` compares weights.
 
+    verdict_word(0.05, floor=0.0004)      # "similar"
     suspects_by_layers(layers)      # [Suspect("model.layers.2", "the distance from the source grows from 0.03 ..")]
 """
 
@@ -13,6 +14,38 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeAlias
+
+# The content of an eval.json: docs/figures.md explains its keys, docs/schema/eval.json has their types.
+OutputEvaluation: TypeAlias = dict[str, Any]
+
+
+def counted_questions(count: int) -> str:
+    """Return a number of questions in words: "1 question", "1,319 questions"."""
+    return "1 question" if count == 1 else f"{count:,} questions"
+
+
+# "same": mean KL up to this many times the floor's, which another program's rounding could cause.
+AT_FLOOR = 2.0
+# "close", "similar" and "changed": mean KL up to these, in nats. On two models and in all schemes the share of tokens
+# that differ was half the square root of the KL (docs/results.md): one token in 18, in 6 and in 3.
+CLOSE, SIMILAR, CHANGED = 0.01, 0.1, 0.5
+# The interval of fewer texts than this says next to nothing: there are too few to draw anew from.
+ENOUGH_TEXTS = 8
+
+
+def verdict_word(kl: float, floor: float) -> str:
+    """Return the verdict on an output: "same", "close", "similar", "changed" or "broken".
+
+    Args:
+        kl: mean KL divergence of the output from the source, in nats.
+        floor: mean KL divergence of the noise floor, the source with rounding noise, in nats.
+    """
+    if kl <= AT_FLOOR * floor:
+        return "same"
+    limits = {"close": CLOSE, "similar": SIMILAR, "changed": CHANGED}
+    return next((word for word, limit in limits.items() if kl <= limit), "broken")
+
 
 # A layer is suspect if it adds JUMP times the median layer's distance and more than LEAST_JUMP, unless the floor grows
 # there as suddenly.

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import PlanError, UsageError
+from ..fields import flags_of, options_of, size
 from ..files.model_files import short_repr
 from ..formats.hardware import GPU, find_gpu, is_apple, nearest_gpus
-from ..options import Recipe, flags_of, options_of, size
+from ..options import Recipe
 from ..plan.architecture import text_config
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights

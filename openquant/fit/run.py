@@ -26,8 +26,9 @@ from ..calibration.run import texts_steps
 from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
+from ..fields import values_for, verb
 from ..job import open_source, prepare
-from ..options import FitOptions, Recipe, Run, Search, Texts, values_for, verb
+from ..options import FitOptions, Recipe, Run, Search, Texts
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..recipes import Request

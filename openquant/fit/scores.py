@@ -208,10 +208,12 @@ def measure_mixtures(
     changes = changes or {}
     model = texts.model
     run = _Run(_Quantizer(model, units, fused, loops, keeps=not changes), texts.corpus, mixtures, changes)
+
     if texts.checkpoint is not None:
         # It saves what is measured in layers, and has what an earlier run saved.
         texts.checkpoint.extra = lambda: run.changed
         run.changed.update(texts.checkpoint.saved or {})
+
     with limited_threads(model, texts.corpus.length), run.wrapped_layers():
         head = [name for name in model.units if name not in model.layers and name in run.quantizer.places]
         done = PassProgress([*model.layers, *head], (1 + len(mixtures)) * run.tokens, texts.progress)
@@ -222,6 +224,7 @@ def measure_mixtures(
             progress=done.layer_done,
             checkpoint=texts.checkpoint,
         )
+
     changed = {key: total / run.tokens for key, total in run.changed.items()}
     return run.records, changed
 

@@ -30,13 +30,7 @@ from ..machine import COMPILED_MEMORY
 from ..options import Texts
 from ..plan.architecture import known_architecture
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left, mixtures_step, scoring_step
-from ..streaming.session import (
-    BUDGET,
-    TEXTS_OR_CHECKPOINTS,
-    documents_of_rank,
-    find_tokenizer,
-    part_path,
-)
+from ..streaming.session import BUDGET, TEXTS_OR_CHECKPOINTS, documents_of_rank, find_tokenizer, part_path
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 

@@ -19,25 +19,18 @@ from typing import Any, cast
 
 from ..diagnosis.result import MODEL, Measurement, activations, advise, least_loss, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
+from ..fields import options_of, verb, words_of
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, SchemeName, find_kernel
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
-from ..options import CompareSchemes, Search, options_of, verb, words_of
-from ..plan import summary
+from ..options import CompareSchemes, Search
+from ..plan import serving, summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, Planner
-from ..plan.serving import (
-    GPUS,
-    LoadedWeights,
-    SequenceMemory,
-    UnknownCache,
-    find_cache,
-    loaded_weights,
-)
 from ..registry.architecture import is_head
 from ..weights.find import with_tool_config
 from .budget import Budget, allowed_context, read_gpus
@@ -292,11 +285,11 @@ class _Table:
 
     def _open(self, plan: Plan) -> None:
         """Compute what all plans share: the KV cache, and the length of a sequence."""
-        self.cache: SequenceMemory | None = None
+        self.cache: serving.SequenceMemory | None = None
         self.unknown: str | None = None
         try:
-            self.cache = find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
-        except UnknownCache as problem:
+            self.cache = serving.find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
+        except serving.UnknownCache as problem:
             self.unknown = str(problem)
         self.parallel = plan.parallel
         self.longest = None if self.cache is None else self.cache.length
@@ -356,7 +349,7 @@ class _Table:
             kl=measured_kl(scheme),
             least=measured and measured.kl,
             calibrated=measured.options if measured and measured.readings else None,
-            holds=self._holds(loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
+            holds=self._holds(serving.loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
         )
 
     def _source_row(self, plan: Plan) -> SchemeFit:
@@ -367,20 +360,22 @@ class _Table:
             arithmetic=None if stored or self.hardware is None else "16 bits",
             kl=0.0,
             least=0.0,
-            holds=self._holds(loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)),
+            holds=self._holds(
+                serving.loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)
+            ),
         )
 
-    def _holds(self, weights: LoadedWeights, parallel: Mapping[int, str | None]) -> tuple[Held, ...]:
+    def _holds(self, weights: serving.LoadedWeights, parallel: Mapping[int, str | None]) -> tuple[Held, ...]:
         able = {size for size, problem in parallel.items() if problem is None}
         self.able |= able
-        sizes = [size for size in (self.count, *(gpus for gpus in GPUS if gpus > self.count)) if size in able]
+        sizes = [size for size in (self.count, *(gpus for gpus in serving.GPUS if gpus > self.count)) if size in able]
         return tuple(
             self._compute_held(target.memory_bytes, sizes, weights)
             for target in self.targets
             if target.memory_bytes is not None
         )
 
-    def _compute_held(self, memory: int, sizes: Iterable[int], weights: LoadedWeights) -> Held:
+    def _compute_held(self, memory: int, sizes: Iterable[int], weights: serving.LoadedWeights) -> Held:
         cache = self.cache
         left: int | None = None
         for gpus in sizes:
@@ -431,7 +426,8 @@ class _Table:
         largest = max((row for row in able if row.scheme is not None), key=lambda row: row.bytes, default=None)
         if memory is None or cache is None or plan.model.repeats or not sizes or largest is None or self._fits(largest):
             return False
-        weights = LoadedWeights(0, 0).room(memory, self.count) - cache.sequence(self.context, self.fp8, self.count)
+        cached = cache.sequence(self.context, self.fp8, self.count)
+        weights = serving.LoadedWeights(0, 0).room(memory, self.count) - cached
         return best.bytes < (1 - UNUSED) * weights * self.count
 
     def _mixture(self, best: SchemeFit, measured: Measurement, rows: Sequence[SchemeFit], plan: Plan) -> str | None:

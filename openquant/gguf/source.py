@@ -424,6 +424,7 @@ def _set_heads(
     head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
     if type(head_dim) is not int or not 0 < head_dim <= config["hidden_size"] or head_dim % 2:
         raise SourceError(f"{name}: {architecture} has heads of {short_repr(head_dim)} dimensions", _NOT_REBUILT)
+
     values = checked.get("attention.value_length", head_dim)
     rotated = checked.get("rope.dimension_count", head_dim)
     partial = entry.partial_rotary and type(rotated) is int and 0 < rotated < head_dim
@@ -433,6 +434,7 @@ def _set_heads(
             f"{short_repr(rotated)} that are rotated; no key of config.json is known for that",
             _NOT_REBUILT,
         )
+
     if partial:
         config["partial_rotary_factor"] = rotated / head_dim
     if config["num_hidden_layers"] in entry.scaled_by_width:

@@ -40,13 +40,7 @@ from ..version import __version__
 from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
 from . import assign, engines, serving
-from .architecture import (
-    check_parallel_sizes,
-    find_architecture,
-    known_architecture,
-    sort_tensors,
-    text_config,
-)
+from .architecture import check_parallel_sizes, find_architecture, known_architecture, sort_tensors, text_config
 from .completeness import NOT_CHECKED, check_layer_count, completeness_notes, token_misfits
 from .decisions import (
     FEW_AXES,

@@ -20,14 +20,7 @@ from ..formats.format import Group
 from ..formats.hardware import KEPT, KEPT_SUFFIX, UNCHANGED
 from ..formats.schemes import Scheme
 from ..patterns import Ignored, compile_pattern, template
-from ..registry.architecture import (
-    HEAD,
-    MTP_LAYER,
-    ModuleRules,
-    ParallelSplit,
-    is_embedding,
-    is_head,
-)
+from ..registry.architecture import HEAD, MTP_LAYER, ModuleRules, ParallelSplit, is_embedding, is_head
 from ..weights.weight import Weight
 from .architecture import TENSOR_PARALLEL_SIZES, check_parallel_sizes, text_config, why_indivisible
 from .assign import NO_MODULE

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation import types
+from ..evaluation import verdict
 from ..files import cards
 from ..formats.hardware import AMD, GENERATIONS, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
@@ -182,7 +182,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         answer=next(iter(evaluation["texts"]), None),
         repo=repo,
         source=source,
-        limits=types,
+        limits=verdict,
         verdict_meaning=verdict_meaning,
         task_summary=task_summary,
         difference_text=difference_text,
@@ -510,7 +510,8 @@ def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     calibration = plan.options.calibration
     # GPTQ has read texts of its own.
     if calibration is not None and "calibrate" in options and "gptq" not in options:
-        options = {**options, **_texts_options(calibration), **options}
+        texts = _texts_options(calibration)
+        options = {**options, **{name: value for name, value in texts.items() if name not in options}}
     return f"openquant compress -m {source} {recipe_command(options)}"
 
 

@@ -330,7 +330,7 @@ def verdict_meaning(evaluation: Mapping[str, Any]) -> str:
         meaning = f"{100 * differing:.0f} % of tokens differ"
     if "tasks" in evaluation:
         # Only here, since `--help` imports this module.
-        from ..evaluation.types import counted_questions
+        from ..evaluation.verdict import counted_questions
 
         pooled = evaluation["tasks"]["pooled"]
         metric = pooled["metrics"][0]
@@ -429,7 +429,7 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     Args:
         tasks: `tasks` of its eval.json.
     """
-    from ..evaluation.types import counted_questions
+    from ..evaluation.verdict import counted_questions
 
     mean = tasks["mean"][0]
     pooled = tasks["pooled"]

@@ -21,15 +21,7 @@ from ..plan.serving import CACHED, Serving
 from ..plan.summary import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..result import Result, zero_notes
 from ..verification.headers import Report
-from .card import (
-    SIDES,
-    difference_text,
-    engines_that_read,
-    gpus_text,
-    memory_text,
-    percent,
-    serve_commands,
-)
+from . import card
 from .cells import (
     NOTHING,
     count_of,
@@ -158,7 +150,7 @@ def _facts(plan: Plan, download: tuple[int, int], space: DiskSpace | None) -> li
     fewest = serving and serving[1].fewest
     if serving:
         lines.append(serving_line(*serving, has_fp8_cache(plan)))
-    lines.append(f"engines:  {engines_that_read(plan)}")
+    lines.append(f"engines:  {card.engines_that_read(plan)}")
 
     if plan.quantization_config and (plan.options.tp or fewest is None or fewest.gpus != 1):
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
@@ -196,12 +188,12 @@ def serving_line(source: Serving, output: Serving, fp8: bool = False) -> str:
         output: the output's size and the GPUs that serve it, for each GPU size.
         fp8: whether the output's KV cache is FP8 rather than bfloat16.
     """
-    line = f"serving:  {memory_text(output, fp8)}"
+    line = f"serving:  {card.memory_text(output, fp8)}"
     if output.fewest is None:
         return line
 
-    if source.fewest is not None and gpus_text(source.fewest) != gpus_text(output.fewest):
-        line += f"; the source needs {gpus_text(source.fewest)}"
+    if source.fewest is not None and card.gpus_text(source.fewest) != card.gpus_text(output.fewest):
+        line += f"; the source needs {card.gpus_text(source.fewest)}"
     return f"{line}. By card: openquant fit MODEL --gpu 4090"
 
 
@@ -260,7 +252,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
         said.append(f"pushed to {result.pushed_to}")
     # Warnings are said again, because a table may stand between: what is served is not the whole model.
     said += [*(f"note: {terminal(note)}" for note in plan.warnings), *closing_notes(plan, result)]
-    commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
+    commands = card.serve_commands(plan, result.repository or result.output, result.pushed_revision)
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
 
@@ -432,17 +424,17 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     size = gigabytes(outputs[0]["sizes"]["source"])
     perplexity = _number(outputs[0]["perplexity"]["source"])
     rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", perplexity))
-    rows.append(("  noise: the floor", "", *_kl(floor), percent(floor["top1"]), _number(floor["perplexity"])))
+    rows.append(("  noise: the floor", "", *_kl(floor), card.percent(floor["top1"]), _number(floor["perplexity"])))
 
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         name = terminal(output["output"]["name"])
         size = gigabytes(output["sizes"]["output"])
-        rows.append((name, size, *_kl(kl), percent(output["top1"]), _number(output["perplexity"]["output"])))
+        rows.append((name, size, *_kl(kl), card.percent(output["top1"]), _number(output["perplexity"]["output"])))
 
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
-            cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
+            cells = card.percent(weights_only["top1"]), _number(weights_only["perplexity"])
             rows.append(("  its weights alone", "", *_kl(weights_only), *cells))
 
     lines += table(rows, width=width)
@@ -482,14 +474,16 @@ def _layer_lines(output: Mapping[str, Any]) -> list[str]:
     ]
     routed = [layer["routed_otherwise"] for layer in layers if "routed_otherwise" in layer]
     if routed:
-        lines.append(f"tokens routed to other experts: {percent(min(routed))} to {percent(max(routed))}, by layer")
+        lines.append(
+            f"tokens routed to other experts: {card.percent(min(routed))} to {card.percent(max(routed))}, by layer"
+        )
     return lines
 
 
 def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
     """Return a prompt and both answers, and a line that says where they differ."""
-    rows = [(f"  {name}", str(text[name])[:SHOWN_CHARACTERS]) for name in SIDES]
-    return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
+    rows = [(f"  {name}", str(text[name])[:SHOWN_CHARACTERS]) for name in card.SIDES]
+    return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {card.difference_text(text)}"], width)]
 
 
 def _kl(figures: Mapping[str, Any]) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from inspect import signature
 from typing import Any
 
 from ..errors import SourceError, UsageError
+from ..machine import first_line
 
 # The oldest and the newest tested release; tests/streaming/test_streamed_architectures.py runs both.
 TESTED = ("5.18", "5.24")
@@ -356,10 +357,4 @@ def _explain_errors(what: str, hint: str) -> Iterator[None]:
         with quiet_transformers():
             yield
     except Exception as error:
-        raise SourceError(f"transformers {RELEASE} {what}: {_first_line(error)}", hint) from error
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message, and the second if the first ends in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
+        raise SourceError(f"transformers {RELEASE} {what}: {first_line(error)[:300]}", hint) from error

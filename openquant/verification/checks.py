@@ -16,12 +16,7 @@ from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, readable
 from ..files.model_files import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, is_shard
 from ..formats.numbers import DENSE, with_fp8_cache, without_fp8_cache
-from ..formats.quantization import (
-    Quantization,
-    quantization_places,
-    read_quantization,
-    setting_repr,
-)
+from ..formats.quantization import Quantization, quantization_places, read_quantization, setting_repr
 from ..formats.schemes import Scheme, as_written, without_targets
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..calibration.smoothing import repeat_smoothing
 from ..errors import PlanError, SourceError, UsageError
+from ..fields import verb
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.destination import WeightFacts, read_journal
 from ..files.model_files import damaged_json
@@ -31,7 +32,7 @@ from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.source import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
-from ..options import Check, verb
+from ..options import Check
 from ..patterns import collapse
 from ..plan.architecture import find_architecture, known_architecture, text_config
 from ..plan.assign import DirectoryChoice

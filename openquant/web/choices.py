@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OpenQuantError, UsageError
+from ..fields import Option, options_of, values_for, words_of
 from ..files.model_files import short_repr
-from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, options_of, values_for, words_of
+from ..options import CalibrationTexts, FitOptions, Recipe, Run
 from .view import fit_html, plan_html, problem_html
 
 # Options behind the page's fold, by the class that has them.

@@ -10,10 +10,11 @@ from typing import Any
 import gradio as gr
 
 from ..errors import OpenQuantError, UsageError
+from ..fields import Option, flags_of
 from ..files.cards import COMMANDS
 from ..fit.budget import read_budget
 from ..formats.hardware import SCHEME_NAMES
-from ..options import FitOptions, Option, flags_of
+from ..options import FitOptions
 from .choices import ADVANCED, Chosen, Roots, make_sections, push_words
 from .runs import DONE, RUNNING, WAITING, Runs, result_html, run_title, status_html
 from .view import problem_html

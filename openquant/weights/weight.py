@@ -735,6 +735,7 @@ def four_bits(
     if state_name not in states:
         raise SourceError(f"{codes.name} has no quant_state: {state_name} is missing", DAMAGED)
     state = _parse(states[state_name], state_name)
+
     shape = state.get("shape")
     size = state.get("blocksize")
     is_matrix = isinstance(shape, list) and len(shape) == 2 and all(type(side) is int and side > 0 for side in shape)
@@ -743,6 +744,7 @@ def four_bits(
             f"{state_name} has the shape {json.dumps(shape)[:100]} and the blocksize {json.dumps(size)[:100]}, which "
             "are not those of a matrix", DAMAGED
         )  # fmt: skip
+
     count = math.prod(shape)
     if codes.dtype != "U8" or 2 * math.prod(codes.shape) != count:
         raise SourceError(f"{name_and_type(codes)}, but its quant_state says {shape[0]} x {shape[1]}", DAMAGED)
@@ -751,14 +753,17 @@ def four_bits(
             f"{codes.name} has rows of {shape[1]}, which do not divide into blocks of {size}",
             "start from the unquantized model",
         )
+
     absmax = find_part(tensors, codes, f"{codes.name}.absmax", ("F32", "U8"), (count // size,))
     values = find_part(tensors, codes, f"{codes.name}.quant_map", ("F32",), (16,))
     parts = [codes, absmax, values, tensors[state_name]]
+
     if absmax.dtype == "U8":
         nested_size, _ = _read_nested(state, state_name)
         nested = (-(-absmax.shape[0] // nested_size),)
         parts.append(find_part(tensors, codes, f"{codes.name}.nested_absmax", ("F32",), nested))
         parts.append(find_part(tensors, codes, f"{codes.name}.nested_quant_map", ("F32",), (256,)))
+
     return (shape[0], shape[1]), size, tuple(parts)
 
 

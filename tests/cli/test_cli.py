@@ -22,12 +22,12 @@ import torch
 
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import compress
+from openquant.cli.arguments import Command
 from openquant.cli.commands import compress_main, main
 from openquant.cli.console import Interrupts, Terminal
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source
-from openquant.options import Command
 from openquant.plan.plan import make_plan
 from openquant.version import BUILT
 from support import small_checkpoints

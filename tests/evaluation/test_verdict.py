@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 
-from openquant.evaluation.types import AT_FLOOR, CHANGED, CLOSE, SIMILAR, verdict_word
 from openquant.evaluation.verdict import (
+    AT_FLOOR,
+    CHANGED,
+    CLOSE,
     JUMP,
     LEAST_JUMP,
     LEAST_ROUTED,
+    SIMILAR,
     LayerFigures,
     Suspect,
     suspects_by_layers,
+    verdict_word,
 )
 
 FLOOR = 0.0001

@@ -143,7 +143,7 @@ def test_a_sound_file_is_refused_where_it_cannot_be_used(
 
 def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
-    code = "import sys; sys.modules['gguf'] = None; from openquant.cli.start import main; sys.exit(main())"
+    code = "import sys; sys.modules['gguf'] = None; from openquant.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "dequantize", tmp_path / "m.gguf", "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (

@@ -43,7 +43,7 @@ IMPORTED = (
     "huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community", "safetensors.torch",
     "tokenizers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers",
-    "openquant.api", "openquant.cli.start", "openquant.cli.commands", "openquant.streaming.model",
+    "openquant.api", "openquant.__main__", "openquant.cli.commands", "openquant.streaming.model",
 )  # fmt: skip
 # As it was before any test changed it: the process is started by whichever test needs it first.
 ENVIRONMENT = dict(os.environ)
@@ -163,7 +163,7 @@ def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str
     """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; `before` is run first."""
     environment = {"SSL_CERT_FILE": str(one_certificate()), **environment}
     main = "compress_main" if script.stem == "compress_fp8" else "main"
-    code = f"import sys\nsys.argv[0] = {str(script)!r}\n{before}\nfrom openquant.cli.start import {main}\nsys.exit({main}())\n"
+    code = f"import sys\nsys.argv[0] = {str(script)!r}\n{before}\nfrom openquant.__main__ import {main}\nsys.exit({main}())\n"
     return Command(["-c", FROM_ROOT + code, *arguments], cwd, environment)
 
 
