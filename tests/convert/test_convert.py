@@ -401,8 +401,7 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(tmp_path: Path, monke
     weights["model.norm.weight"] = torch.ones(257, dtype=torch.bfloat16)
     weights["model.embed_tokens.weight"] = torch.randn(1001, 255).to(torch.bfloat16)
     source = small_checkpoints.write(tmp_path / "source", architecture, shards=2, weights=weights)
-    for module in ("convert.conversion", "weights.reading"):
-        monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
+    monkeypatch.setattr("openquant.weights.reading.BUFFER", 40_000)
     monkeypatch.setattr("openquant.files.shardfile.DIRECT_FROM", 1)
     direct: list[int] = []
     pwrite, flag = os.pwrite, os.O_DIRECT

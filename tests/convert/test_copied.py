@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from conftest import run_openquant, tree
 from openquant import compress
-from openquant.convert import conversion
 from openquant.files.output import OutputDirectory
+from openquant.weights import reading
 from support import small_checkpoints
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
@@ -48,7 +48,7 @@ def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path, monkey
         small_checkpoints.change_weights(root, damage)
         assert compress(root, tmp_path / f"{dtype}-out").not_finite == FOUND
     # Pieces of a tensor are summed up.
-    monkeypatch.setattr(conversion, "BUFFER", 512)
+    monkeypatch.setattr(reading, "BUFFER", 512)
     assert compress(source, tmp_path / "pieces").not_finite == FOUND
 
 

@@ -29,7 +29,7 @@ from openquant.options import Push
 from openquant.report.cells import gigabytes
 from support import small_checkpoints
 from support.evaluation_files import evaluate
-from support.hub_site import TOKEN, Site
+from support.hub_site import SHORT_WAITS, TOKEN, Site
 from support.loopback_hub import Fault
 from support.starting import Command, finish
 
@@ -503,10 +503,10 @@ def test_what_goes_wrong_once_does_not_show(new_site, expected, subtests):
         with subtests.test(name), new_site(name) as site:
             site.hub.faults.append(replace(fault))
             if name == "outage":
-                done = site.fresh(*site.push("-q"))
+                done = site.fresh(*site.push("-q"), before=SHORT_WAITS)
                 assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
             else:
-                site.works(*site.push())
+                site.works(*site.push(), before=SHORT_WAITS)
             assert site.hub.faults[0].seen > fault.after
             assert site.held() == expected
             assert len(site.hub.commits("user/name")) == 2

@@ -16,6 +16,8 @@ from .starting import Command, finish, forked
 
 SCRIPT = ROOT / "openquant" / "__main__.py"
 TOKEN = "hf_secretsecret"
+# Code for a command that tries again after a while, of which these tests need a twentieth.
+SHORT_WAITS = "import time\nwait = time.sleep\ntime.sleep = lambda seconds: wait(seconds / 20)"
 # What differs between a run on files and one on a repository that has them.
 NAMES_ITS_SOURCE = ("README.md", ".openquant.json")
 
@@ -56,9 +58,10 @@ class Site:
         settings = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.root / "hf"), "HF_HUB_DISABLE_XET": "1"}
         return {**os.environ, **settings, **({"HF_TOKEN": self.token} if self.token else {})}
 
-    def fresh(self, *words: object) -> subprocess.CompletedProcess[str]:
+    def fresh(self, *words: object, before: str = "") -> subprocess.CompletedProcess[str]:
         """The same in a process that has imported nothing before: how the client logs is settled as it is imported."""
-        command = [sys.executable, "-m", "openquant", *map(str, words)]
+        code = f"{before}\nimport runpy\nrunpy.run_module('openquant', run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", code, *map(str, words)]
         return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120)
 
     def ask(self, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -98,7 +98,7 @@ def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture:
 def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, meant = write(tmp_path / "source", ACROSS, "blocks")
     monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 32 * 256 * 4)
-    monkeypatch.setattr("openquant.convert.conversion.BUFFER", 128 * 256)
+    monkeypatch.setattr("openquant.weights.reading.BUFFER", 128 * 256)
     compress(source, tmp_path / "out", "channel", workers=1)
     check_rows(small_checkpoints.read(tmp_path / "out"), split(ACROSS, meant))
     compress(source, tmp_path / "same", "block", workers=1)
