@@ -1,6 +1,6 @@
 """The verbs as functions, each read from top to bottom: open, plan, calibrate, plan again, convert, publish.
 
-Nothing is printed. Verbs of which a room exists are there: calibration/run.py, evaluation/run.py and
+Verbs of which a room exists are there: calibration/run.py, evaluation/run.py and
 verification/verify.py.
 """
 

@@ -480,7 +480,7 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
     copy: Sequence[str] = option(
         (),
         "More files to copy, such as 'prompts/*'. Copied anyway is what engines, transformers and readers of the card "
-        "look for; hidden files never are.",
+        "look for; of hidden files only .gitattributes is.",
         FILES,
         "PATTERN",
         repeated=True,
@@ -637,14 +637,13 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     prompts: str | os.PathLike[str] | None = file_option(
         None,
         "File of prompts: one per line, or JSON Lines. The source and the outputs answer them side by side. Default: "
-        "built-in prompts. With `stream` there are no prompts: the models are compared along a text.",
+        "built-in prompts. With `stream` none are answered.",
         TEXTS,
         "FILE",
     )
     no_prompts: bool = option(
         False,
-        "Answer no prompts, not even the built-in ones. JSON and page then show predictions along a text, as with "
-        "`stream`.",
+        "Answer no prompts, not even the built-in ones.",
         TEXTS,
     )
     kv_cache: CacheScheme = same_as(

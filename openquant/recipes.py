@@ -1,7 +1,7 @@
 """Recipes: the options of a run that decide its output, checked for a plan, and saved with the output.
 
-    request = check_recipe(Recipe("int4", ignore=("**.o_proj",)), CalibrationTexts())
-    make_plan(checkpoint, request.scheme, request.options)
+    scheme, options = check_recipe(Recipe("int4", ignore=("**.o_proj",)), CalibrationTexts())
+    make_plan(checkpoint, scheme, options)
 
 Another model can be quantized in the same way. A saved recipe has options by their names in Python, without defaults:
 

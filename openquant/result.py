@@ -78,8 +78,8 @@ class Result:
         not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
         unread_shards: number of shards that were not checked for this, as an earlier run has written them.
-        notes: remarks on the plan and on the model, as the command prints them after "note:". The last names
-            layers whose weights are all zero.
+        notes: remarks on the plan and on the model, as the command prints them after "note:". The last name
+            layers of zeros, and layers of which many weights became zero.
         engines: the engines that load the output: ["vLLM", "SGLang"].
         fit: what `fit` chose from, with the keys that `fit --search --json` prints; None without it.
     """
@@ -149,8 +149,7 @@ class Reporter:
     def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
         """Called when the plan is made, before anything is written.
 
-        A run that calibrates calls it again with the plan that the calibration gave, and one with GPTQ once more
-        before its texts run through the model.
+        A run that calibrates or rounds by GPTQ calls it once more, with the final plan.
         """
 
     def on_note(self, about: str) -> None:

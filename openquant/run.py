@@ -47,9 +47,8 @@ class Outcome:
         resumed: whether it continued an earlier run.
         already_complete: whether the earlier run had left nothing to do.
         published: where the model was pushed; None if it was not.
-        findings: what it found in the weights that this run converted, and in shards that an earlier run finished;
-            complete in the first rank only.
-        unread_shards: number of shards that were not checked for those, since an earlier run moved them to the Hub.
+        findings: what it found in the weights that this run converted; complete in the first rank only.
+        unread_shards: number of shards of an earlier run, which were not looked at.
     """
 
     resumed: bool = False
@@ -341,7 +340,7 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
 
     Raises:
         SourceError: the evaluation is damaged or of another model, or the repository holds no readable checkpoint.
-        PushError: there is no such repository, the user may not write there, or the Hub refuses the card.
+        PushError: there is no such repository, or the user may not write there.
         OutputError: the temporary directory cannot be written.
         UsageError: the name is not valid, or its revision contradicts --create-pr.
     """

@@ -53,7 +53,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # The tests marked quick: files, and of the walk through all architectures these.
 QUICK = (
-    "calibration/test_gptq_update.py", "cli/test_cli.py", "convert/test_written.py", "evaluation/test_kl.py",
+    "calibration/test_gptq_update.py", "cli/test_cli.py", "convert/test_copied.py", "evaluation/test_kl.py",
     "files/test_checkpoint.py", "files/test_output.py", "formats/test_kernels.py", "formats/test_schemes.py",
     "plan/test_plan.py", "plan/test_tensor_parallel.py", "test_house.py", "test_options.py",
     "weights/test_stacks.py",

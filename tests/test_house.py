@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from conftest import LONGEST, NIGHTLY, QUICK
+
 PACKAGE = Path(__file__).parent.parent / "openquant"
 # Without the module that a build writes.
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_version.py")
@@ -63,6 +65,12 @@ def test_the_floors_are_those_that_are_drawn():
     rooms = {room_of(path) for path in MODULES} - {"__init__", "__main__"}
     held = [tuple(room for room in floor if room in rooms) for floor in FLOORS]
     assert floors == [floor for floor in held if floor]
+
+
+def test_what_lists_of_tests_name_exists():
+    tests = Path(__file__).parent
+    named = {name.partition("::")[0] for name in (*QUICK, *LONGEST, *NIGHTLY)}
+    assert {name for name in named if not (tests / name).is_file()} == set()
 
 
 def test_no_two_test_modules_have_one_name():

@@ -3,8 +3,8 @@
 Once all texts are through a decoder layer, its Hessians are complete. Its weights are then read, rounded and written to
 a file of the layer store, from which the conversion copies them, and the Hessians are freed.
 
-    round_layers(StreamedModel(checkpoint), plan, corpus, store, kernels, max_hessian_bytes=1 << 30)
-    store.places()["model.layers.0.mlp.up_proj.weight_packed"]      # TensorPlace(.../000.safetensors, 1152)
+    round_layers(TextRun(StreamedModel(checkpoint), corpus), plan, store, kernels, max_hessian_bytes=1 << 30)
+    store.places()["model.layers.0.mlp.up_proj.weight_packed"]      # TensorPlace(.../5f70-000-0.safetensors, 1152)
 
 Hessians of a model's layers, accumulated while texts run through it.
 

@@ -252,7 +252,7 @@ def find_hook_points(
         model: the source model; its weights are not loaded.
 
     Returns:
-        Statistics of the input of each Linear of `decoder_layers`, by full module name; and for each module of stacked
+        Statistics of the input of each Linear of decoder layers, by full module name; and for each module of stacked
         experts, by full module name, statistics of the inputs of gate and up (`first`) and of down, None where it has
         no such weights.
     """

@@ -9,7 +9,7 @@ How outputs count together is the sum of x'x g g' over all tokens with inputs x,
 2505.22988), in blocks on its diagonal.
 
     groups = {"model.layers.0.mlp.gate_proj": "mlp 0", "model.layers.0.mlp.up_proj": "mlp 0", ..}
-    tokens, outputs = find_sensitivities(model, corpus, groups, budget=1 << 30)
+    tokens, outputs = find_sensitivities(run, groups, budget=1 << 30)
     tokens["mlp 0"]                              # float32 [documents, tokens]
     outputs["model.layers.0.mlp.gate_proj"]      # float32 [out / BLOCK, BLOCK, BLOCK]
 

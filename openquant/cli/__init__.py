@@ -2,7 +2,7 @@
 
 arguments   the parsers, made from options.py
 commands    one function for each verb; `compress_main` and `main` run them
-console     printing, progress and interrupts; no other module prints
+console     printing, progress and interrupts
 
 The entry points are in `openquant/__main__.py`.
 

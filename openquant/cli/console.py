@@ -1,4 +1,4 @@
-"""The terminal: printing, progress and interrupts. No other module prints."""
+"""The terminal: printing, progress and interrupts."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ as_served            an output as engines serve it: decoded weights, rounded act
                      continuations of prompts by source and output, and where they differ
 task_passes          multiple-choice questions as token ids, run among the texts; what eval.json has of tasks:
                      accuracies, intervals, paired tests
-verdict              the layers that stand out
-results, types       eval.json, and the verdict in a word; what is measured so far, of several ranks or for a run that
-                     continues an interrupted one; the checkpoints that are compared
+verdict              the word of the verdict, and the layers that stand out
+results              eval.json; what is measured so far, of several ranks or for a run that continues an interrupted
+                     one; the checkpoints that are compared
 
 evaluation = evaluate("Qwen3-8B-FP8", "Qwen/Qwen3-8B")
 evaluation.outputs[0]["kl"]["mean"]      # 0.0031

@@ -478,7 +478,6 @@ class OutputUnderTest:
         served: the model as engines serve it.
         first: number of its first pass among those of all models; this pass rounds weights alone.
         passes: number of its passes: 2 if engines round activations or the KV cache too, else 1.
-        changes: differences of its weights from the source's, added while the texts run.
     """
 
     subject: ModelUnderTest

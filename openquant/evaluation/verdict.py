@@ -82,7 +82,7 @@ class Suspect:
     """A part of an output that differs more than it should.
 
     Attributes:
-        layer: name of the layer, module or file.
+        layer: name of the decoder layer, or "tokenizer".
         why: the reason, with figures.
     """
 

@@ -1,7 +1,7 @@
 """Reads model cards (README.md): their YAML metadata, and the part that openquant writes.
 
-That part stands first, and the source's own text after it, under SOURCE_HEADING. So nothing in the source's text can
-pass for ours or swallow it.
+That part stands first. A link to the source's card or, where its repository is not known, its text follows under
+SOURCE_HEADING. So nothing in the source's text can pass for ours or swallow it.
 
 Reads eval.json, the result of `openquant eval`.
 

@@ -552,7 +552,6 @@ def make_header(tensors: list[TensorInfo]) -> bytes:
 
     Args:
         tensors: name, dtype and shape of each tensor, in file order.
-        metadata: `__metadata__` of the file; {"format": "pt"} if None.
 
     Returns:
         The bytes, padded to a multiple of 8 as the format requires. The first tensor follows them.

@@ -1,7 +1,7 @@
 """The budget of `--fit`: how large the output may be, or how much it may lose.
 
 read_budget("2x24GB")     # Budget("gpu", 24e9, 2)
-read_budget("2x4090")     # Budget("gpu", 25233981440, 2, GPU("RTX 4090", ...))
+read_budget("2x4090")     # Budget("gpu", 25232932864, 2, GPU("RTX 4090", ...))
 read_budget("5.0bits")    # Budget("bits", 5.0)
 """
 

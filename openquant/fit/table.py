@@ -3,7 +3,7 @@
 A plan is made for each scheme, and no weight is read. Rows that fit the GPUs come first, those of the least KL
 divergence before others.
 
-    fit_table("Qwen/Qwen3-32B", "4090", context="32k").best     # "int4"
+    fit_table("Qwen/Qwen3-32B", "5090", context="16k").best     # "nvfp4"
 
 A row says what is left of the GPUs that hold it.
 """
@@ -588,7 +588,7 @@ class FitTable:
             it is.
         command: the command that makes it, with its calibration.
         uncalibrated: the scheme that fits and lost least without a calibration; None if there is none.
-        fastest: the scheme that fits and that the GPU multiplies in eight bits (fit/advice.py); None if there is none.
+        fastest: the scheme that fits and that the GPU multiplies in eight bits (diagnosis/result.py), or None.
         fastest_command: the command that makes that.
         head_schemes: by scheme, the --scheme-for of its row: "lm_head=int8-weights". A quantized output head has eight
             bits in schemes of fewer, if engines have a kernel for that.

@@ -14,7 +14,7 @@ measured; the others are what users report, rounded down, with ECC on where the 
 report 5.79 GiB (RTX 2060), 7.75 (4060), 7.78 (3070), 10.76 (2080 Ti) and 11.75 (3060); others there have the size of
 NVIDIA's specifications less as much. A name of several sizes, such as RTX 3060, is that of the most common one.
 
-    find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25233981440, "Ada")
+    find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25232932864, "Ada")
     nearest_gpus("4091")        # ("RTX 4090", ...)
 
 The names of schemes are here for the command line, which must not load numpy; the schemes themselves are in schemes.py.

@@ -2,8 +2,8 @@
 
     plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))
 
-All decisions are made here, and no tensor is read for them. `--dry-run` prints the plan (summary.py), the
-conversion carries it out (decisions.py), the output's config.json says it, and a resumed run continues it.
+All decisions are made here, and no tensor is read for them. `--dry-run` prints the plan (report/text.py),
+the conversion carries it out (convert/conversion.py), the output's config.json says it, and a resumed run continues it.
 
 Three plans choose no scheme: `make_plain_plan` dequantizes, `make_unchanged_plan` copies all weights and adds the
 scales of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes

@@ -11,12 +11,6 @@ the source. Below the floor a KL means nothing, because rounding noise alone cau
 
     figure = Figure((8.0, 4.2), layout="constrained")
     draw_comparison(figure.add_subplot(), evaluations)
-
-The recovery of tasks is the output's accuracy as a share of the source's. Like the KL by domain it is drawn as rows,
-each with a point and its 95 % interval.
-
-    figure = Figure((8.0, 2.4), layout="constrained")
-    draw_rows(figure.add_subplot(), recovery_rows(evaluations), 100, "recovery, %")
 """
 
 from __future__ import annotations
@@ -338,8 +332,7 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
 
     Args:
         evaluations: for each output the checked content of its eval.json. Of one output the picture shows the KL of
-            its positions and a table of figures; of several it shows size against KL, and recovery if they were asked
-            tasks.
+            its positions and a table of figures; of several it shows size against KL.
 
     Returns:
         The bytes of the PNG. Its metadata name the evaluations by their digests (`evaluation_digest`).

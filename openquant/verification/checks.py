@@ -97,9 +97,7 @@ def check_headers(
 
 
 def check_finished(root: Path, plan: Plan) -> None:
-    """Reopen the output of a plan, and check headers and config. This is the last step of a run.
-
-    Scales and codes were checked as each shard was finished (convert/conversion.py).
+    """Reopen the output of a plan, and check headers and config. This is the last step of a run. No codes are read.
 
     Args:
         root: the output directory.

@@ -3,8 +3,8 @@
 A WeightTransform is what a calibration changes about a weight before it is quantized. SmoothQuant and AWQ divide the
 inputs of a layer by factors where they are made (the smooth_layer: a norm, or the rows of a projection) and multiply
 the layer's columns by them. The model computes the same, and quantization may lose less. calibration/smoothing.py says
-which layers. Factors are powers of two, so norms, biases and routers in bfloat16 stay exact, and `verify` can read the
-factors off the source and the output.
+which layers. Factors are powers of two, so norms, biases and routers in bfloat16 stay exact, and `verify` can repeat
+them.
 
     WeightTransform(columns=np.array([4, 1, 0.5], np.float32)).apply(values, 0)    # float32 [n, 3]
 
@@ -405,7 +405,7 @@ def packed_columns(
         module: full name of the module that owns it: "model.layers.0.mlp.up_proj".
         codes: name, dtype and shape of its qweight.
         fmt: its format, with `columns`.
-        find: returns name, dtype and shape of the tensor with a full name; None if the checkpoint has none.
+        tensors: name, dtype and shape of all tensors, by name.
 
     Returns:
         The shape (out, in); and the tensors: codes, scales [groups, out], zero points [groups, out / codes per word]
