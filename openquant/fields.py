@@ -245,8 +245,11 @@ def _read_all(name: str, option: Option, given: Any) -> Any:
         return (_read(name, option, given),)
     if isinstance(given, Sequence):
         return tuple(_read(name, option, item) for item in given)
-    if given is None or (isinstance(given, Mapping) and option.read is pattern_and_scheme):
-        return _read(name, option, given)
+    # None is what wrappers pass for a list that they do not have.
+    if given is None:
+        return option.default
+    if isinstance(given, Mapping) and option.read is pattern_and_scheme:
+        return given
 
     raise UsageError(f"{name} is of type {type(given).__name__}, not a text or a list of texts", "give texts")
 
@@ -369,7 +372,6 @@ def verb(
     """
     options = {name: (kind, option) for kind in kinds for name, option in options_of(kind).items()}
     names = [*positional, *(name for name in options if name not in (*positional, *without))]
-    lists = {name for name, (_, option) in options.items() if option.default == ()}
 
     def complete(function: Callable[..., Output]) -> Callable[..., Output]:
         own = list(inspect.signature(function).parameters.values())[len(kinds) :]
@@ -383,8 +385,6 @@ def verb(
                 given = signature.bind(*arguments, **values).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
-            # None is what wrappers pass for a list that they do not have.
-            given = {name: () if value is None and name in lists else value for name, value in given.items()}
             groups = [kind(**values_for(kind, given)) for kind in kinds]
             return function(*groups, **{name: given[name] for name in given if name not in names})
 

@@ -62,6 +62,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert made["options"] == FULL
     (tmp_path / "alone.json").write_text(json.dumps(made))
     assert read_recipe(tmp_path / "alone.json") == FULL
+    # Python's None stands for an option that is not given.
+    assert CalibrationTexts(text=None) == CalibrationTexts()
     assert (
         recipe_command({"scheme": "int4", "ignore": ["**.a b"], "gptq": True})
         == "--scheme int4 --ignore '**.a b' --gptq"

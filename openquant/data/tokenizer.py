@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
+from ..files.destination import output_errors
 from ..files.model_files import parse_json, read_small, short_repr
 from ..machine import first_line
 
@@ -215,14 +216,17 @@ def _read(directory: Path) -> dict[str, bytes]:
 
 
 def _object(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    settings: dict[str, Any] = parse_json(files[name], name) if name in files else {}
+    settings = parse_json(files[name], name) if name in files else {}
+    if not isinstance(settings, dict):
+        raise SourceError(f"{name} is not a JSON object", "download or copy it again")
     return settings
 
 
 def _load(directory: Path, files: dict[str, bytes], where: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    with tempfile.TemporaryDirectory(prefix="openquant-tokenizer-") as folder:
+    temporary = tempfile.gettempdir()
+    with output_errors(temporary), tempfile.TemporaryDirectory(prefix="openquant-tokenizer-") as folder:
         for name, data in files.items():
             if name in _CONFIGS:
                 data = json.dumps(_safe_settings(_object(files, name))).encode()

@@ -183,6 +183,13 @@ def open_gguf(path: Path) -> OpenedGguf:
     types = ggml_types()
     files = _all_files(path.absolute())
     headers = [read_gguf_header(file, file.name, types) for file in files]
+    # Files that are whole have a count of 0 or 1, or none.
+    count = headers[0].metadata.get("split.count") or 1
+    if count != len(files):
+        raise SourceError(
+            f"{path.name} says that it is one of {short_repr(count)} parts (split.count), not of {len(files)}",
+            "give the parts their first names: NAME-00001-of-00003.gguf and so on",
+        )
     owners, tensors = _all_tensors(files, headers)
     metadata = headers[0].metadata
     name = path.name

@@ -296,7 +296,7 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
     if unread:
         notes.append(
             f"note: {count_of(unread, 'shard')} of an earlier run, not looked at for NaN, infinity and lost "
-            "weights: `openquant verify --full` looks at them"
+            "weights: `openquant verify --full --source MODEL` looks at them"
         )
     return [terminal(note) for note in notes]
 

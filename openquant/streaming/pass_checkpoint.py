@@ -89,11 +89,7 @@ class PassCheckpoint:
         with self._open() as file:
             if file.read(len(_KIND)) != _KIND:
                 raise SourceError(f"{self.path} cannot be continued: it is of another version", _AGAIN)
-            try:
-                state = load(_read_part(file))
-            # torch has many for a file that is cut off.
-            except Exception as error:
-                raise SourceError(f"{self.path} cannot be continued: it is damaged", _AGAIN) from error
+            state = self._load_part(file)
             self._calls_start = file.tell()
             self._inode = os.fstat(file.fileno()).st_ino
 
@@ -107,6 +103,14 @@ class PassCheckpoint:
         self._unit = state["unit"]
         self._outputs = state["outputs"]
         self.saved = state["measured"]
+
+    def _load_part(self, file: BinaryIO, device: str = "cpu") -> Any:
+        """Load the part of the file that begins where the file is."""
+        try:
+            return load(file.read(int.from_bytes(file.read(8), "little")), device)
+        # torch has many for a file that is cut off.
+        except Exception as error:
+            raise SourceError(f"{self.path} cannot be continued: it is damaged", _AGAIN) from error
 
     def _open(self) -> BinaryIO:
         return open_regular(self.path, str(self.path), _AGAIN, links=False)
@@ -158,7 +162,7 @@ class PassCheckpoint:
             file.seek(self._calls_start)
             for call in waiting:
                 # A copy, because what torch.load returns cannot be resized, and so not be offloaded.
-                yield _put_in_place(_plain(load(_read_part(file), device), torch.clone), call)
+                yield _put_in_place(_plain(self._load_part(file, device), torch.clone), call)
 
     def record_output(self, unit: str, output: Any) -> None:
         """Record structure, shapes and dtypes of what a unit returns to a pass; called for all passes, in their order.
@@ -238,11 +242,6 @@ def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]
     for part in parts:
         yield len(part).to_bytes(8, "little")
         yield part
-
-
-def _read_part(file: BinaryIO) -> bytes:
-    """Read the part of the file that begins where the file is."""
-    return file.read(int.from_bytes(file.read(8), "little"))
 
 
 def dump(value: Any) -> memoryview:

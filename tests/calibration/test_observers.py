@@ -184,6 +184,21 @@ def test_a_file_of_another_version_is_no_checkpoint(source: Path, tmp_path: Path
 
 
 @pytest.mark.usefixtures("at_once")
+def test_a_file_that_is_cut_off_is_damaged(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, PassCheckpoint(path, {}))
+    data = path.read_bytes()
+    # Within what is read at once, and within the arguments of the last text.
+    for length in (100, len(data) - 1000):
+        path.write_bytes(data[:length])
+        with pytest.raises(SourceError) as caught:
+            observe_inputs(
+                TextRun(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), checkpoint=PassCheckpoint(path, {}))
+            )
+        assert caught.value.message == f"{path} cannot be continued: it is damaged"
+
+
+@pytest.mark.usefixtures("at_once")
 def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path: Path) -> None:
     model = StreamedModel(open_checkpoint(source))
     layer = model.model.get_submodule("model.layers.0")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import socket
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from transformers import AutoTokenizer
 
 from conftest import EXAMPLE, change_json
 from openquant.data.tokenizer import PROBE, load_tokenizer
-from openquant.errors import SourceError
+from openquant.errors import OutputError, SourceError
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -184,6 +186,8 @@ DAMAGE: list[tuple[Any, str]] = [
     (damaged("tokenizer.json", b"{}"), "the tokenizer of DIR cannot be loaded: "),
     (damaged("tokenizer.json", b'{"a":' * 100_000), "the tokenizer of DIR cannot be loaded: "),
     (damaged("tokenizer_config.json", b"{"), "tokenizer_config.json is not valid JSON: "),
+    (damaged("tokenizer_config.json", b"[1]"), "tokenizer_config.json is not a JSON object"),
+    (damaged("chat_template.json", b"null"), "chat_template.json is not a JSON object"),
     (partial(configure, tokenizer_class="AutoModelForCausalLM"), "the tokenizer of DIR cannot be loaded: "),
     (partial(configure, tokenizer_class=["LlamaTokenizer"]), "the tokenizer of DIR cannot be loaded: "),
 ]
@@ -196,6 +200,16 @@ def test_a_damaged_tokenizer_is_an_error(model: Path, tmp_path: Path, subtests: 
             damage(copy)
             said = refusal(copy)
             assert said.startswith(message) and said.isprintable() and len(said) < 400
+
+
+def test_a_full_temporary_directory_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError) as caught:
+        load_tokenizer(model)
+    assert caught.value.message == f"{tempfile.gettempdir()} cannot be written: No space left on device"
 
 
 def swap(found: dict[str, Any]) -> None:

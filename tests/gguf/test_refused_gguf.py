@@ -167,6 +167,15 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_a_part_that_was_given_the_name_of_a_whole_file_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    split_gguf(tmp_path / "m.gguf", tmp_path, 2)
+    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "whole.gguf")
+    message = r"^whole.gguf says that it is one of 2 parts \(split.count\), not of 1"
+    with pytest.raises(SourceError, match=message):
+        open_gguf(tmp_path / "whole.gguf")
+
+
 def test_other_tensors_of_the_same_name_in_two_parts_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     split_gguf(tmp_path / "m.gguf", tmp_path, 2, both=("token_embd.weight",))
