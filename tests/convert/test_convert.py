@@ -260,6 +260,7 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
         f"model.layers.1.mlp.gate_proj.weight, {name}: a weight reaches {limit + 2.0**120:g}, engines load at most "
         f"{limit:g} under one scale"
     )
+    assert caught.value.hint.startswith("a weight this large is mostly damage")
     weights[name][1, 2] = limit
     compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "nvfp4", "nvfp4")
     assert verify(tmp_path / "nvfp4", tmp_path / "source", full=True).problems == ()

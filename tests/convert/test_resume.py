@@ -455,7 +455,10 @@ def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Pa
     compress(source, tmp_path / "empty")
 
 
-JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5]
+JOURNALS = [
+    *("", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5),
+    '{"format": 1, "digest": "", "done": true, "files": [], "weights": {"static_scales": {"a": "b"}}}',
+]
 
 
 def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path) -> None:

@@ -102,6 +102,9 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     assert refusal(tmp_path / "empty.txt") == "empty.txt is empty"
     assert refusal(tmp_path / "missing.txt") == "missing.txt cannot be read: No such file or directory"
+    with pytest.raises(SourceError) as caught:
+        open_file(tmp_path / "missing.txt", "missing.txt")
+    assert caught.value.hint == "give files of text or JSON lines, not texts themselves"
     (tmp_path / "directory").mkdir()
     assert refusal(tmp_path / "directory") == "directory is not a regular file"
     os.mkfifo(tmp_path / "pipe")

@@ -104,6 +104,8 @@ def test_further_files_are_copied_if_asked_for_but_no_hidden_ones(source: Path, 
     assert {"prompts/a.txt", "train.py", "lora/a.safetensors"} <= found.keys()
     assert found.keys() & {"prompts/.key", ".env", "adapter_config.json", "mtp.safetensors"} == set()
     assert verify(tmp_path / "out", source).problems == ()
+    (tmp_path / "out" / "prompts" / "a.txt").write_text("another")
+    assert verify(tmp_path / "out", source).problems == ("prompts/a.txt differs from the source's",)
     with pytest.raises(UsageError, match=f"^--copy promts/\\* names no file of {source} that may be copied"):
         compress(source, tmp_path / "other", copy="promts/*")
     assert not (tmp_path / "other").exists()

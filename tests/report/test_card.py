@@ -277,7 +277,9 @@ def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
 
 def test_a_model_without_an_output_head_has_another_task(plan: Plan) -> None:
     for name, task in (("Qwen3Model", "feature-extraction"), ("Qwen3ForSequenceClassification", "text-classification")):
-        assert metadata(card_of(as_class(plan, name), ""))["pipeline_tag"] == task
+        card = card_of(as_class(plan, name), "")
+        assert metadata(card)["pipeline_tag"] == task
+        assert "\nvllm serve out --runner pooling\n" in card
 
 
 def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path, run):

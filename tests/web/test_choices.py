@@ -54,6 +54,10 @@ def test_paths_stay_below_the_roots(tmp_path):
     roots = Roots((root,))
     assert Chosen("./model").compress(roots)[2] == str(root / "model")
     (root / "link").symlink_to(outside)
+    for directory in (root / "model", root / ".hidden", outside):
+        directory.mkdir(exist_ok=True)
+        (directory / "model.safetensors").touch()
+    assert roots.models() == ["model"]
     for path in (str(outside), "../outside", "./link", "./model/../../outside", "/", "./nothing"):
         with pytest.raises(UsageError):
             Chosen(path).compress(roots)
