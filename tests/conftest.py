@@ -75,19 +75,23 @@ LONGEST = (
 
 # Only `.ci/nightly` has these files, and these tests of others: schemes in a real vLLM whose kernels other files run
 # too, and answers over HTTP but for one; launchers of ranks; scores of all architectures, and those of a run that goes on;
+# single answers that lm-eval's own model gives, of which its accuracy follows; a mixture through a few shards of the Hub;
 # a job on the Hub that is cancelled; how work grows; what is installed and what benchmarks print.
 NIGHTLY = (
     "cli/test_start.py::test_threads_that_wait_sleep_unless_the_user_says_otherwise",
+    "evaluation/test_eval_tasks.py::test_log_probabilities_are_those_of_lm_evals_own_model",
     "evaluation/test_eval_tasks.py::test_ranks_share_the_packs_and_write_what_one_process_writes",
     "fit/test_fit_verb.py::test_scoring_that_is_stopped_continues_and_gives_the_same_scores",
     "fit/test_scores.py::test_every_unit_has_a_score_in_every_scheme",
     "formats/test_compiled.py::test_without_a_cache_loops_are_compiled_again",
+    "hub/test_other_verbs.py::test_a_mixture_is_chosen_and_published_through_a_few_shards",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
     "serve/test_serve_quantized.py",
     "serve/test_serve_text.py",
     "space/test_static_page.py::test_cancel_come_back_and_continue",
     "streaming/test_many_layers.py",
     "test_benchmarks.py::test_all_that_is_measured_of_a_gpu_runs_on_a_cpu",
+    "test_distributed.py::test_ranks_do_not_outlive_torchrun",
     "test_packaging.py::test_every_verb_works_from_the_wheel",
 )
 

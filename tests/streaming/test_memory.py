@@ -115,7 +115,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("verb", ["gptq", "tune", "awq", "fit", "eval"] if everything() else ["gptq", "eval"])
+@pytest.mark.parametrize("verb", ["gptq", "tune", "awq", "fit", "eval"] if everything() else ["gptq"])
 def test_what_a_hint_says_is_enough_and_is_kept(
     wide: Path,
     stored: Path,
