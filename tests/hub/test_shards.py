@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -17,6 +19,7 @@ from openquant import diagnose
 from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint, Fingerprint
+from openquant.hub.error_mapping import Unreachable
 from openquant.hub.source import ShardSupply, Source, supply_shards
 from openquant.streaming.session import ArrivingShards
 from support import small_checkpoints
@@ -116,6 +119,33 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(new_source: NewSo
             assert (caught.value.message, caught.value.hint) == (message, "leave --stream out")
         traffic.wait_for("layer 1", lambda: False)
     assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))
+
+
+def test_downloads_end_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, calls = threading.Event(), []
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": Shard(b"a")})  # type: ignore[dict-item]
+
+    def advance(*_: object, tqdm_class: Any, **__: object) -> str:
+        bar = tqdm_class(total=1000)
+        for _ in range(1000):
+            bar.update(1)
+            calls.append("advance")
+            begun.set()
+            time.sleep(0.01)
+        raise AssertionError("it went on")
+
+    def fail(*_: object, **__: object) -> str:
+        calls.append("fail")
+        begun.set()
+        raise Unreachable("the Hub cannot be reached", "check the network")
+
+    for download, most in ((advance, 100), (fail, 1)):
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        with supply_shards([(source, {"a": ["a"]})], True, tmp_path):
+            assert begun.wait(30)
+        assert 1 <= len(calls) <= most, calls[0]
+        begun.clear()
+        calls.clear()
 
 
 def test_several_sources_share_a_disk(tmp_path: Path) -> None:
