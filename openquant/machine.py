@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +229,9 @@ def describe_environment(loops: str) -> dict[str, Any]:
         instructions and memory in bytes; the GPUs that torch finds; the loops; and environment variables that change
         what runs.
     """
+    # Late, as in `_version`: `--help`, which has no use for it, would take a fifth longer.
+    import platform
+
     return {
         "openquant": __version__,
         "commit": BUILT.partition("+g")[2].partition(".")[0] or None,
@@ -249,6 +250,8 @@ def describe_environment(loops: str) -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
+    from importlib import metadata
+
     if distribution == "torch":
         # The package's own version tells the build, such as 2.13.0+cu130.
         with suppress(ImportError, OSError):
