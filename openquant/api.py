@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .calibration.run import read_texts, run_texts, texts_needs, texts_steps
+from .calibration.run import keep_rounded, read_texts, run_texts, texts_needs, texts_steps
 from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
 from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
@@ -226,8 +226,10 @@ def _make_plan(request: Request, opened: Opened) -> Plan:
 
 def _calibrate(request: Request, job: Job) -> tuple[Job, Corpus | None]:
     """Run texts through the model, and plan again with what this gives; the texts are those for GPTQ."""
-    options, corpus = job.ranks.all_do(lambda: run_texts(job, request))
+    options, corpus, store = job.ranks.all_do(lambda: run_texts(job, request))
     planned = plan_of(replace(request, options=options), job.ranks, job.reporter, again=True)
+    if corpus is not None and store is not None:
+        planned = keep_rounded(planned, corpus, store)
     planned.reporter.on_plan(planned.plan, planned.source, planned.target)
     return planned, corpus
 

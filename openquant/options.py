@@ -641,11 +641,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         TEXTS,
         "FILE",
     )
-    no_prompts: bool = option(
-        False,
-        "Answer no prompts, not even the built-in ones.",
-        TEXTS,
-    )
+    no_prompts: bool = option(False, "Answer no prompts, not even the built-in ones.", TEXTS)
     kv_cache: CacheScheme = same_as(
         Recipe,
         "kv_cache",

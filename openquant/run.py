@@ -142,8 +142,9 @@ class _Writer:
             stack.enter_context(self.publisher)
 
         if unfinished is not None:
-            if corpus is not None and unfinished:
-                self.job = replace(self.job, plan=ranks.all_do(lambda: apply_gptq(self.job, corpus)))
+            if corpus is not None and unfinished and "Hessians" in self.job.plan.lacks:
+                store = ranks.all_do(lambda: apply_gptq(self.job, corpus))
+                self.job = replace(self.job, plan=self.job.plan.with_rounded(store.places()))
             self._report_start(unfinished)
             findings = self._convert_shards(unfinished)
             unread_shards = ranks.first_does(lambda: self._finish_output(unfinished, findings))

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,14 +48,18 @@ from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile, view_bytes
 from ..threads import in_parallel
 from ..weights.reading import Reader, require_in_range
-from ..weights.weight import Weight
+from ..weights.statistics import InputStatistics
+from ..weights.weight import Weight, WeightTransform
 from .gptq import ErrorPropagation, damp, find_error_propagation, round_columns
-from .observers import RunningStatistics, find_hook_points, require_finite_inputs
+from .observers import InputRecorder, RunningStatistics, find_hook_points, require_finite_inputs
 from .sensitivity import Sensitivities
 from .tuning import Tuning
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24
+
+# Chooses how weights of a decoder layer are smoothed, by module, from the statistics of its inputs.
+ChooseTransforms = Callable[[tuple[InputStatistics, ...], Set[str], Reader], Mapping[str, WeightTransform]]
 
 
 def round_layers(
@@ -66,6 +70,8 @@ def round_layers(
     max_hessian_bytes: int,
     ranks: Ranks | None = None,
     sensitivities: Sensitivities | None = None,
+    recorder: InputRecorder | None = None,
+    choose_transforms: ChooseTransforms | None = None,
 ) -> None:
     """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
 
@@ -79,6 +85,9 @@ def round_layers(
         ranks: the processes that share the layers: rank 1 of 4 rounds layers 1, 5, 9, ...; None for this one alone.
         sensitivities: how much tokens count in the Hessians of Linears, by group (`hessian_groups`), and outputs in the
             errors; None if all count alike, as they do in experts.
+        recorder: records the inputs of all layers while texts run, for a calibration; None if there is one.
+        choose_transforms: chooses how the weights of a layer are smoothed before they are rounded, from what the
+            recorder says of it; None if the plan says how.
 
     Raises:
         SourceError: a weight cannot be read, activations are not finite, a file of the store is damaged, or the pass
@@ -93,7 +102,7 @@ def round_layers(
     units = find_hessians(model, plan)
     units = {unit: found for unit, found in units.items() if layers.index(unit) % ranks.size == ranks.rank}
     pending = _missing_hessians(store, units, layers)
-    if not pending:
+    if not pending and recorder is None:
         return
     if run.checkpoint is not None and run.checkpoint.done & pending.keys():
         raise SourceError(
@@ -120,10 +129,20 @@ def round_layers(
 
         def after_unit(unit: str, group: int, *_: object) -> None:
             """Round a layer after the last text."""
+            if recorder is not None:
+                recorder.check(unit)
             if unit not in parts or group + 1 < len(documents):
                 return
 
             hessians = units[unit].hessians
+            if choose_transforms is not None and recorder is not None:
+                modules = {weight.module for hessian in hessians for weight, _ in hessian.weights}
+                transforms = choose_transforms(recorder.inputs(unit), modules, reader)
+                for hessian in hessians:
+                    hessian.weights = [
+                        (weight._replace(transform=transforms.get(weight.module)), scheme)
+                        for weight, scheme in hessian.weights
+                    ]
             for part in parts[unit]:
                 for hessian in part:
                     kept.move_to(hessian)
@@ -137,7 +156,10 @@ def round_layers(
                 hessian.accumulating = False
                 hessian.upper = None
 
-        run.run(documents, model.logits, observer, list(parts)[-1], after_unit)
+        if recorder is None:
+            run.run(documents, model.logits, [observer], list(parts)[-1], after_unit)
+        else:
+            run.run(documents, recorder.compute, [recorder.observer, observer], layers[-1], after_unit)
 
 
 def _missing_hessians(
@@ -239,12 +261,7 @@ def shared_absmax(weights: Iterable[tuple[Weight, Scheme]], reader: Reader) -> F
 
 
 def _round_weight(
-    weight: Weight,
-    scheme: Scheme,
-    inputs: _Inputs,
-    outputs: Tensor | None,
-    absmax_of_all: Floats,
-    reader: Reader,
+    weight: Weight, scheme: Scheme, inputs: _Inputs, outputs: Tensor | None, absmax_of_all: Floats, reader: Reader
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
     """Round one weight; yield its codes, scales, global scale and zero points, as its format has them."""
     fmt = scheme.format

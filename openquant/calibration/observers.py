@@ -9,7 +9,7 @@ Each weight is read once, and only one decoder layer is in memory, so the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,85 @@ class CacheObserver(TextCache):
         return key_states, value_states
 
 
+class InputRecorder:
+    """Records the inputs of a model's decoder layers, while texts run through it.
+
+    Statistics that the pass checkpoint has saved are added to.
+
+    Args:
+        run: the calibration texts and the source model, whose weights are loaded one decoder layer at a time.
+
+    Raises:
+        SourceError: the model runs its layers several times.
+    """
+
+    def __init__(self, run: TextRun) -> None:
+        self.model = model = run.model
+        entry = known_architecture(model.checkpoint)
+        if entry is not None and entry.repeats:
+            raise SourceError(
+                f"{entry.name} runs its layers several times, and a calibration observes each layer once",
+                "convert it without one",
+            )
+        linears, experts = find_hook_points(model)
+        self.observer = Observer(model.model, linears, experts)
+        layers = model.layers
+        # With latent attention (MLA), engines cache latents where transformers caches keys and values.
+        latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
+        cached = range(0 if latent else len(layers))
+        self.caches = {number: _cache_statistics(number) for number in cached}
+
+        # Each with its layer, in the order of layers.
+        self._inputs = [(model.unit_of(name), statistics) for name, statistics in linears.items()]
+        for name, points in experts.items():
+            self._inputs += [(model.unit_of(name), one) for one in (points.first, points.down) if one is not None]
+        self._inputs.sort(key=lambda pair: layers.index(pair[0]))
+        of_caches = [(layers[number], one) for number, both in self.caches.items() for one in both]
+        self._observed = [*self._inputs, *of_caches]
+
+        if run.checkpoint is not None:
+            self.merge(run.checkpoint.saved or ())
+            run.checkpoint.extra = self.states
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return all that was recorded, for `merge`."""
+        return [statistics.state() for _, statistics in self._observed]
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Add what another process, or an interrupted one, has recorded of the same model; nothing if there is none."""
+        for (_, statistics), state in zip(self._observed, states, strict=False):
+            statistics.merge(state)
+
+    def compute(self, ids: Tensor) -> Tensor:
+        """Compute the logits of token ids, int64 [length], with caches that are recorded; the body of a pass."""
+        return self.model.logits(ids, CacheObserver(self.model.model.config, self.caches) if self.caches else None)
+
+    def check(self, unit: str) -> None:
+        """Refuse activations of a decoder layer that are not finite.
+
+        Raises:
+            SourceError: there are some.
+        """
+        for layer, statistics in self._observed:
+            if layer == unit and statistics.absmax is not None:
+                require_finite_inputs(statistics.absmax, statistics.tensors[0])
+
+    def inputs(self, unit: str | None = None) -> tuple[InputStatistics, ...]:
+        """Return the input statistics of a decoder layer, or of all layers."""
+        return tuple(statistics.to_input_statistics() for layer, statistics in self._inputs if unit in (None, layer))
+
+    @property
+    def kv_absmax(self) -> dict[int, tuple[float, float]]:
+        """The largest magnitudes of keys and values, by index of each decoder layer that has a KV cache of its own."""
+        return {number: (keys.largest, values.largest) for number, (keys, values) in self.caches.items() if keys.tokens}
+
+
+def _cache_statistics(layer: int) -> tuple[RunningStatistics, RunningStatistics]:
+    """Empty statistics of the keys and the values of a layer."""
+    name = f"the KV cache of layer {layer}"
+    return RunningStatistics((f"{name} (keys)",), 0), RunningStatistics((f"{name} (values)",), 0)
+
+
 def observe_inputs(
     run: TextRun, ranks: Ranks | None = None
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
@@ -172,62 +251,19 @@ def observe_inputs(
         OutputError: hidden states or the pass checkpoint cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    model = run.model
-    entry = known_architecture(model.checkpoint)
-    if entry is not None and entry.repeats:
-        raise SourceError(
-            f"{entry.name} runs its layers several times, and a calibration observes each layer once",
-            "convert it without one",
-        )
     ranks = ranks or Ranks()
-    linears, experts = find_hook_points(model)
-    observer = Observer(model.model, linears, experts)
-    layers = model.layers
-    # With latent attention (MLA), engines cache latents where transformers caches keys and values.
-    latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
-    caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
-    if not latent:
-        for number in range(len(layers)):
-            names = (f"the KV cache of layer {number} ({kind})" for kind in ("keys", "values"))
-            keys, values = (RunningStatistics((name,), 0) for name in names)
-            caches[number] = keys, values
-
-    # Each with its layer, in the order of layers.
-    inputs = [(model.unit_of(name), statistics) for name, statistics in linears.items()]
-    for name, points in experts.items():
-        inputs += [(model.unit_of(name), one) for one in (points.first, points.down) if one is not None]
-    inputs.sort(key=lambda pair: layers.index(pair[0]))
-    observed = [*inputs, *((layers[number], one) for number, both in caches.items() for one in both)]
-    all_statistics = [statistics for _, statistics in observed]
-
-    if run.checkpoint is not None:
-        _merge_states(all_statistics, run.checkpoint.saved or ())
-        run.checkpoint.extra = lambda: [statistics.state() for statistics in all_statistics]
-
-    def after_unit(unit: str, *_: object) -> None:
-        for layer, statistics in observed:
-            if layer == unit and statistics.absmax is not None:
-                require_finite_inputs(statistics.absmax, statistics.tensors[0])
-
-    def body(ids: Tensor) -> Tensor:
-        return model.logits(ids, CacheObserver(model.model.config, caches) if caches else None)
+    recorder = InputRecorder(run)
 
     documents = documents_of_rank(len(run.corpus.documents), ranks)
-    run.run(documents, body, observer, layers[-1], after_unit)
+    run.run(
+        documents, recorder.compute, [recorder.observer], run.model.layers[-1], lambda unit, *_: recorder.check(unit)
+    )
 
     # The first rank gets what the others have recorded; the others get nothing.
     if ranks.size > 1:
-        for data in ranks.gather(bytes(dump([statistics.state() for statistics in all_statistics]))):
-            _merge_states(all_statistics, load(data))
-
-    kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
-    return tuple(statistics.to_input_statistics() for _, statistics in inputs), kv_absmax
-
-
-def _merge_states(all_statistics: Sequence[RunningStatistics], states: Iterable[Mapping[str, Any]]) -> None:
-    """Add what another process, or an interrupted one, has recorded of the same model; nothing if `states` is empty."""
-    for statistics, state in zip(all_statistics, states, strict=False):
-        statistics.merge(state)
+        for data in ranks.gather(bytes(dump(recorder.states()))):
+            recorder.merge(load(data))
+    return recorder.inputs(), recorder.kv_absmax
 
 
 def require_finite_inputs(values: Tensor, name: str) -> None:

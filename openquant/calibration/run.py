@@ -4,8 +4,9 @@ Several ranks share the texts of calibrate(). The first merges the statistics of
 
 A run of compress() finds here what its plan lacks (`run_texts`), so that the plan can be made again with it: input
 statistics, and the scales of SmoothQuant and AWQ that come from these and from the weights. GPTQ's Hessians come later,
-while layers are rounded (`apply_gptq`). Layers that GPTQ rounded lie in `OUTPUT.rounded` beside the output, a file for
-each decoder layer, until the output is finished.
+while layers are rounded (`apply_gptq`), or in the same pass if statistics are missing and there is a single process.
+Layers that GPTQ rounded lie in `OUTPUT.rounded` beside the output, a file for each decoder layer, until the output is
+finished.
 
 torch and transformers are imported only when a model is run.
 """
@@ -16,8 +17,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -45,14 +46,15 @@ from ..streaming import memory, session
 from ..streaming.memory import MemoryStep, hidden_bytes, memory_left
 from ..version import __version__
 from ..weights.reading import Reader
-from ..weights.statistics import SUFFIX, Calibration, calibrations, read_calibration
-from ..weights.weight import WeightTransforms
+from ..weights.statistics import SUFFIX, Calibration, InputStatistics, calibrations, read_calibration
+from ..weights.weight import WeightTransform, WeightTransforms
 from . import smoothing
 from .smoothing import MappingTransforms, SmoothingMapping
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
     from ..streaming.pass_checkpoint import PassCheckpoint
+    from .gptq_pass import ChooseTransforms
     from .sensitivity import Sensitivities
 
 
@@ -117,23 +119,26 @@ def calibration_path(source: Source, output: Path) -> Path:
     return output.parent / f"{source.name}{SUFFIX}"
 
 
-def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
+def find_calibration(job: Job, recipe: Recipe, corpus: Corpus) -> tuple[Calibration, LayerStore | None]:
     """Calibrate a model in a run of compress(), or read the file of an earlier run with the same texts.
 
-    All ranks call this together.
+    All ranks call this together. If GPTQ rounds the layers of the plan, a single process does so in the same pass.
 
     Args:
         job: the run.
-        texts: options that say which texts, how many and how long.
+        recipe: options of the output, which say how layers are smoothed.
+        corpus: the texts, as tokens.
 
     Returns:
-        The calibration, with statistics of the inputs of layers; the same in all ranks.
+        The calibration, with statistics of the inputs of layers, the same in all ranks; and the layers that were
+        rounded in the same pass, None if there was none.
 
     Raises:
         UsageError: the file is no calibration, or one of another model or with other texts; its path cannot be used;
-            options of the texts do not make sense; or memory or the disk for streamed shards is too small.
-        SourceError: the model, a text or the file cannot be read, or ranks read different ones.
-        OutputError: the file or hidden states cannot be written, or another rank has failed.
+            or memory or the disk for streamed shards is too small.
+        SourceError: the model or the file cannot be read, or ranks read different ones.
+        PlanError: SmoothQuant was requested for a quantized source, or a weight is too large for its scheme.
+        OutputError: the file, hidden states or layers cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
     run = job.run
@@ -141,7 +146,7 @@ def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
     target = Destination(path, "", calibrations(), elsewhere="name another output with -o")
     target.require()
 
-    corpus = read_texts(job.source, job.checkpoint, texts, job.ranks)
+    store = None
     calibration = None
     if path.exists() and path.stat().st_size and not run.overwrite:
         calibration = read_calibration(path)
@@ -155,11 +160,18 @@ def find_calibration(job: Job, texts: CalibrationTexts) -> Calibration:
     # All ranks must look for the file before the first writes it.
     job.ranks.agree(None)
     if calibration is not None:
-        return calibration
+        return calibration, None
 
-    _run(job, corpus, target, kept=f"; kept in {path}")
+    if "Hessians" in job.plan.lacks and job.ranks.size == 1:
+        # Several ranks share the texts of a calibration, and must round with the statistics of all.
+        choose = None
+        if "smoothing" in job.plan.lacks:
+            choose = partial(_layer_transforms, job, recipe, smoothing.usable_mappings(job.plan).mappings)
+        store = apply_gptq(job, corpus, _Calibrating(target, choose))
+    else:
+        _run(job, corpus, target, kept=f"; kept in {path}")
     job.ranks.agree(None)
-    return read_calibration(path)
+    return read_calibration(path), store
 
 
 def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
@@ -188,11 +200,7 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
 
 
 def _run(
-    opened: Opened,
-    corpus: Corpus,
-    target: Destination,
-    directory: str | os.PathLike[str] | None = None,
-    kept: str = "",
+    opened: Opened, corpus: Corpus, target: Destination, directory: str | os.PathLike[str] | None = None, kept: str = ""
 ) -> None:
     """Run texts through a model; the first rank writes the statistics of all ranks.
 
@@ -244,7 +252,20 @@ def _describe(what: str, notes: Sequence[str], pass_checkpoint: PassCheckpoint) 
     return "; ".join((what, *notes, *continued))
 
 
-def apply_gptq(job: Job, corpus: Corpus) -> Plan:
+@dataclass(frozen=True)
+class _Calibrating:
+    """What GPTQ's pass does besides, if the plan lacks statistics of activations: texts then run once.
+
+    Attributes:
+        target: the calibration file that it writes.
+        choose_transforms: as for `round_layers`.
+    """
+
+    target: Destination
+    choose_transforms: ChooseTransforms | None
+
+
+def apply_gptq(job: Job, corpus: Corpus, calibrating: _Calibrating | None = None) -> LayerStore:
     """Round the layers of a plan by GPTQ, so that the conversion copies them. Layers of an earlier run are reused.
 
     All ranks call this together. Each runs all texts, and rounds its share of the layers.
@@ -252,9 +273,10 @@ def apply_gptq(job: Job, corpus: Corpus) -> Plan:
     Args:
         job: the run.
         corpus: the calibration texts, as tokens.
+        calibrating: what the same pass calibrates, in a single process; None if the plan lacks only Hessians.
 
     Returns:
-        The plan with the places of rounded tensors.
+        The store with all rounded layers.
 
     Raises:
         SourceError: the model cannot be read, its activations are not finite, or a file of an earlier run is damaged.
@@ -264,7 +286,7 @@ def apply_gptq(job: Job, corpus: Corpus) -> Plan:
         OpenQuantError: transformers' model fails on these weights or texts.
     """
     ranks = job.ranks
-    store = rounded_layer_store(job.target, _digest(job))
+    store = rounded_layer_store(job.target, _digest(job, corpus))
     ranks.first_does(store.claim)
 
     sensitivities = None
@@ -273,8 +295,8 @@ def apply_gptq(job: Job, corpus: Corpus) -> Plan:
         sensitivities = ranks.all_do(lambda: _find_sensitivities(job, corpus, store) if ranks.first else None)
         sensitivities = sensitivities or _find_sensitivities(job, corpus, store)
 
-    ranks.all_do(lambda: _round_layers(job, corpus, store, sensitivities))
-    return job.plan.with_rounded(store.places())
+    ranks.all_do(lambda: _round_layers(job, corpus, store, sensitivities, calibrating))
+    return store
 
 
 def missing_bytes(job: Job) -> int:
@@ -286,9 +308,28 @@ def missing_bytes(job: Job) -> int:
     return max(0, rounded_bytes(job.plan.gptq_rounded) - rounded_layer_store(job.target).nbytes)
 
 
-def _digest(job: Job) -> str:
+def keep_rounded(job: Job, corpus: Corpus, store: LayerStore) -> Job:
+    """Give the plan that came of a calibration the layers that were rounded in the same pass.
+
+    Args:
+        job: the run with that plan.
+        corpus: the calibration texts, as tokens.
+        store: the layers, which belong to the plan before; another run of that plan would not find them any more.
+
+    Returns:
+        The run with the places of rounded tensors in its plan.
+
+    Raises:
+        OutputError: the layers cannot be renamed.
+    """
+    kept = store.rename(_digest(job, corpus))
+    return replace(job, plan=job.plan.with_rounded(kept.places()))
+
+
+def _digest(job: Job, corpus: Corpus) -> str:
     """Return the SHA-256 of all that the rounded layers follow from. Layers of another digest are of another run."""
-    facts = [job.plan.digest, dict(job.stamps), [version(name) for name in ("torch", "transformers")]]
+    libraries = [version(name) for name in ("torch", "transformers")]
+    facts = [job.plan.digest, dict(job.stamps), corpus.sha256, libraries]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -299,7 +340,7 @@ def _find_sensitivities(job: Job, corpus: Corpus, store: LayerStore) -> Sensitiv
     from .sensitivity import find_sensitivities
 
     # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
-    pass_checkpoint = PassCheckpoint(store.sensitivities, {"run": store.run_digest})
+    pass_checkpoint = PassCheckpoint(store.sensitivities, {"texts": corpus.sha256})
     job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
 
     steps = memory.sensitivity_steps(job.checkpoint, job.plan, corpus.length)
@@ -309,23 +350,36 @@ def _find_sensitivities(job: Job, corpus: Corpus, store: LayerStore) -> Sensitiv
         return find_sensitivities(run, groups, session.BUDGET if free is None else free)
 
 
-def _round_layers(job: Job, corpus: Corpus, store: LayerStore, sensitivities: Sensitivities | None) -> None:
+def _round_layers(
+    job: Job, corpus: Corpus, store: LayerStore, sensitivities: Sensitivities | None, calibrating: _Calibrating | None
+) -> None:
     """Run the texts and round this rank's decoder layers."""
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
+    from .observers import InputRecorder
 
     plan = job.plan
     ranks = job.ranks
-    reporter = job.reporter
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint(ranks.rank, ranks.size), {"run": store.run_digest})
     # They were said before the texts were weighed.
     notes = () if plan.is_tuned else corpus.notes
-    reporter.on_note(_describe(f"GPTQ with {corpus.described}", notes, pass_checkpoint))
+    kept = f"; statistics are kept in {calibrating.target.path}" if calibrating else ""
+    job.reporter.on_note(_describe(f"GPTQ with {corpus.described}", notes, pass_checkpoint) + kept)
 
     fast, half, max_hessian_bytes = _divide_memory(job, corpus.length)
     hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
-    with job.run_texts(corpus, pass_checkpoint, hidden, half, job.target.absolute().parent, ranks.local_size) as run:
-        round_layers(run, plan, store, loops(fast), max_hessian_bytes, ranks, sensitivities)
+    hashes = calibrating is not None
+    where = job.target.absolute().parent
+    with job.run_texts(corpus, pass_checkpoint, hidden, half, where, ranks.local_size, hashes) as run:
+        rounding = partial(round_layers, run, plan, store, loops(fast), max_hessian_bytes, ranks, sensitivities)
+        if calibrating is None:
+            rounding()
+        else:
+            recorder = InputRecorder(run)
+            rounding(recorder, calibrating.choose_transforms)
+            fingerprint = job.fingerprint()
+            found = recorder.inputs(), fingerprint.hexdigest(), corpus.account, recorder.kv_absmax, fingerprint.stamp
+            calibrating.target.write(Calibration(*found).to_bytes())
 
     pass_checkpoint.remove()
 
@@ -336,12 +390,15 @@ def _divide_memory(job: Job, length: int) -> tuple[bool, int, int]:
     Returns:
         Whether there is room for compiled loops; and bytes for hidden states, and for Hessians, in halves.
     """
-    free = memory_left(job.run.max_memory, memory.gptq_steps(job.checkpoint, job.plan, length), refuse=False)
+    plan = job.plan
+    free = memory_left(job.run.max_memory, memory.gptq_steps(job.checkpoint, plan, length), refuse=False)
     if free is None:
         return job.fast, session.BUDGET, session.BUDGET
+    if "smoothing" in plan.lacks:
+        free = max(0, free - smoothing.search_memory(plan))
     fast = job.fast and free > COMPILED_MEMORY
     half = (free - fast * COMPILED_MEMORY) // 2
-    return fast, half, memory.hessian_memory(job.plan) + half
+    return fast, half, memory.hessian_memory(plan) + half
 
 
 def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
@@ -373,6 +430,7 @@ def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
         Name and bytes of memory of each step, in order; empty if the plan lacks nothing.
     """
     steps: list[MemoryStep] = []
+    search = smoothing.search_memory(plan) if "smoothing" in plan.lacks else 0
     if "activations" in plan.lacks:
         path = calibration_path(opened.source, opened.output_directory(summary.suffix(plan)))
         if path.exists() and not opened.run.overwrite:
@@ -380,15 +438,16 @@ def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
         else:
             steps += memory.calibration_steps(opened.checkpoint, length)
     if "Hessians" in plan.lacks:
-        steps += memory.gptq_steps(opened.checkpoint, plan, length)
+        rounding = memory.gptq_steps(opened.checkpoint, plan, length)
+        steps += [replace(step, nbytes=step.nbytes + search) for step in rounding]
         if plan.is_tuned:
             steps += memory.sensitivity_steps(opened.checkpoint, plan, length)
     if "smoothing" in plan.lacks:
-        steps.append(MemoryStep("choosing smoothing scales", smoothing.search_memory(plan), models=bool(steps)))
+        steps.append(MemoryStep("choosing smoothing scales", search, models=bool(steps)))
     return steps
 
 
-def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None]:
+def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None, LayerStore | None]:
     """Run texts through the model to find what a plan lacks. All ranks call this together.
 
     Args:
@@ -397,7 +456,8 @@ def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None]:
 
     Returns:
         The plan's options with what the plan lacked (calibration, description of GPTQ's texts, transforms), to make
-        the final plan with; and the texts for GPTQ, None unless the plan lacks Hessians. All ranks get the same.
+        the final plan with; the texts for GPTQ, None unless the plan lacks Hessians; and layers that GPTQ has rounded
+        in the pass of the calibration, None if there are none. All ranks get the same.
 
     Raises:
         OutputError: the output, hidden states or shards cannot be written, or another rank has failed.
@@ -409,18 +469,20 @@ def run_texts(job: Job, request: Request) -> tuple[PlanOptions, Corpus | None]:
     """
     lacks = job.plan.lacks
     options = request.options
-    corpus = None
+    corpus = store = None
 
     _require_room(job, request.texts)
-    if "activations" in lacks:
-        options = replace(options, calibration=find_calibration(job, request.texts))
-    if "Hessians" in lacks:
+    if lacks & {"activations", "Hessians"}:
         corpus = read_texts(job.source, job.checkpoint, request.texts, job.ranks)
-        options = replace(options, gptq=gptq_texts(request.recipe, corpus.account))
+        if "activations" in lacks:
+            calibration, store = find_calibration(job, request.recipe, corpus)
+            options = replace(options, calibration=calibration)
+        if "Hessians" in lacks:
+            options = replace(options, gptq=gptq_texts(request.recipe, corpus.account))
     if "smoothing" in lacks:
         assert options.calibration is not None
         options = replace(options, transforms=choose_transforms(job, request.recipe, options.calibration))
-    return options, corpus
+    return options, corpus if "Hessians" in lacks else None, store
 
 
 def texts_needs(job: Job, texts: CalibrationTexts) -> list[Needs]:
@@ -499,19 +561,45 @@ def choose_transforms(job: Job, recipe: Recipe, calibration: Calibration) -> Wei
         UsageError: the disk has too little space for shards that are streamed.
     """
     plan = job.plan
+    method, choose = _scale_chooser(job, recipe, calibration)
+    transforms = smoothing_transforms(job, method, choose)
+    return smoothing.with_importance(transforms, plan, calibration) if recipe.awq else transforms
+
+
+def _scale_chooser(job: Job, recipe: Recipe, calibration: Calibration) -> tuple[str, ChooseScale]:
+    """The name of a recipe's method of smoothing, and what chooses its scales."""
     if recipe.awq:
-        choose: ChooseScale = partial(smoothing.awq_scale, plan=plan, calibration=calibration)
-        return smoothing.with_importance(smoothing_transforms(job, "AWQ", choose), plan, calibration)
+        return "AWQ", partial(smoothing.awq_scale, plan=job.plan, calibration=calibration)
 
     exponent = recipe.smooth
     assert exponent is not None
-    if summary.has_quantized_source(plan):
+    if summary.has_quantized_source(job.plan):
         raise PlanError(
             f"{job.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
             "start from the unquantized model, or leave --smooth out",
         )
-    choose = partial(smoothing.smoothquant_scale, plan=plan, calibration=calibration, exponent=exponent)
-    return smoothing_transforms(job, f"SmoothQuant {exponent:g}", choose)
+    choose = partial(smoothing.smoothquant_scale, plan=job.plan, calibration=calibration, exponent=exponent)
+    return f"SmoothQuant {exponent:g}", choose
+
+
+def _layer_transforms(
+    job: Job,
+    recipe: Recipe,
+    mappings: Sequence[SmoothingMapping],
+    inputs: tuple[InputStatistics, ...],
+    modules: Set[str],
+    reader: Reader,
+) -> Mapping[str, WeightTransform]:
+    """Choose how some modules of a decoder layer are smoothed, as `choose_transforms` does it for a whole model."""
+    _, choose = _scale_chooser(job, recipe, Calibration(inputs, "", {}))
+    parts = []
+    for mapping in mappings:
+        if modules.isdisjoint((mapping.smooth_layer, *mapping.balance_layers)):
+            continue
+        scale = choose(mapping, reader)
+        if not isinstance(scale, str):
+            parts.append(smoothing.apply_smoothing(mapping, scale, job.plan, reader))
+    return smoothing.combine_transforms(parts, job.plan).weights
 
 
 def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTransforms:

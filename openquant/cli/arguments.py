@@ -522,9 +522,4 @@ def _add_shell(parser: Parser) -> None:
     """Add the argument of `completion`, which no class of options has."""
     parser.epilog = COMPLETION
     shell = parser.add_argument_group("shell")
-    shell.add_argument(
-        "shell",
-        metavar="SHELL",
-        choices=SHELLS,
-        help="bash, zsh or fish, whose script is printed",
-    )
+    shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish, whose script is printed")

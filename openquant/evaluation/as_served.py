@@ -216,9 +216,7 @@ class ServedModel:
         return float(tensors[name][...].float().max())
 
 
-def inputs_of_experts(
-    stacks: Mapping[str, Mapping[str, QuantizedInputs]],
-) -> dict[str, ExpertWeights[QuantizedInputs]]:
+def inputs_of_experts(stacks: Mapping[str, Mapping[str, QuantizedInputs]]) -> dict[str, ExpertWeights[QuantizedInputs]]:
     """Return how inputs of stacked experts are rounded at their two hook points, by module name.
 
     Args:
@@ -541,10 +539,7 @@ def continue_prompts(
 
 
 def side_by_side(
-    prompts: Sequence[Prompt],
-    source: Sequence[Sequence[int]],
-    output: Sequence[Sequence[int]],
-    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt], source: Sequence[Sequence[int]], output: Sequence[Sequence[int]], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
     """Put two models' continuations side by side, in the form of eval.json's `texts`.
 

@@ -218,10 +218,7 @@ class _Comparison:
     def _continue_from(self, checkpoint: PassCheckpoint) -> None:
         """Have the checkpoint save what is measured, and take what an earlier run saved."""
         noise = list(self.generators.values())
-        checkpoint.extra = lambda: {
-            **self._state(),
-            "noise": [generator.get_state() for generator in noise],
-        }
+        checkpoint.extra = lambda: {**self._state(), "noise": [generator.get_state() for generator in noise]}
         if checkpoint.saved is None:
             return
 

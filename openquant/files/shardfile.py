@@ -374,6 +374,23 @@ class LayerStore:
         path = self.path / f"{self._prefix}-{number:03d}-{part}.safetensors"
         write_atomic(path, make_header([info for info, _ in tensors]), *(data.data for _, data in tensors))
 
+    def rename(self, run_digest: str) -> LayerStore:
+        """Let another run have the files of this one.
+
+        Args:
+            run_digest: digest of that run, hexadecimal.
+
+        Returns:
+            The store of that run.
+
+        Raises:
+            OutputError: a file cannot be renamed.
+        """
+        with output_errors(self.path):
+            for path in self.path.glob(f"{self._prefix}*"):
+                path.rename(path.with_name(run_digest[:16] + path.name.removeprefix(self._prefix)))
+        return LayerStore(self.path, run_digest)
+
     def remove(self) -> None:
         """Remove all files of runs, and the directory if it is then empty."""
         with suppress(OSError):

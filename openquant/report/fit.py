@@ -346,13 +346,7 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         heading.append(_room(found))
     predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"
 
-    lines = [
-        *paragraphs(heading, width),
-        "",
-        *table(rows, width=width),
-        "",
-        *paragraphs([predicted], width),
-    ]
+    lines = [*paragraphs(heading, width), "", *table(rows, width=width), "", *paragraphs([predicted], width)]
     # The command for the point that fits and loses least; without GPUs, one for any size.
     points = sorted((point for point in found.points if point.fits), key=lambda point: point.kl)
     points = points or [point for point in found.points if point.scheme is None]

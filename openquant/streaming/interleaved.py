@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -187,7 +187,7 @@ class TextRun:
         self,
         documents: Sequence[int],
         body: Callable[[Tensor], object],
-        hooks: ModuleHooks[Any],
+        hooks: Sequence[ModuleHooks[Any]],
         until: str,
         after_unit: Callable[[str, int, int, Tensor], None],
     ) -> None:
@@ -196,7 +196,7 @@ class TextRun:
         Args:
             documents: numbers of the documents.
             body: calls `model.model` with token ids, int64 [length].
-            hooks: are on while a layer is computed.
+            hooks: they are on while a layer is computed.
             until: the last layer to compute.
             after_unit: as in `run_interleaved`, with the place in `documents` as batch number.
         """
@@ -204,7 +204,9 @@ class TextRun:
 
         @contextmanager
         def observe(number: int) -> Iterator[None]:
-            with products_in_float32(model.device), hooks.on(number):
+            with products_in_float32(model.device), ExitStack() as stack:
+                for each in hooks:
+                    stack.enter_context(each.on(number))
                 yield
 
         def make_pass(number: int) -> ForwardPass[object]:

@@ -73,13 +73,7 @@ class StreamedModel(MetaModel):
         PlanError: the checkpoint is quantized in a format that cannot be read.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        dtype: torch.dtype | None = None,
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: str = "cpu") -> None:
         decoded, weights = decoded_view(checkpoint)
         self.checkpoint = checkpoint
         self.shard_provider: ShardProvider = LocalShards(checkpoint.root)

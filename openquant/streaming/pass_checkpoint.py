@@ -95,10 +95,7 @@ class PassCheckpoint:
 
         for name, value in self._about.items():
             if state["about"].get(name) != value:
-                raise SourceError(
-                    f"{self.path} is from a run with other {name}",
-                    f"{_AGAIN}, or use the same {name}",
-                )
+                raise SourceError(f"{self.path} is from a run with other {name}", f"{_AGAIN}, or use the same {name}")
 
         self._unit = state["unit"]
         self._outputs = state["outputs"]

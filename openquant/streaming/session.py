@@ -118,8 +118,7 @@ class ArrivingShards:
                 self.release(unit)
         elif self.supply.scratch is not None and what in self.supply.needs:
             raise SourceError(
-                f"{self.name} computes {what} twice or out of order, and its shards were deleted",
-                "leave --stream out",
+                f"{self.name} computes {what} twice or out of order, and its shards were deleted", "leave --stream out"
             )
 
         self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)

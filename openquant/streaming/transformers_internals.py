@@ -22,9 +22,7 @@ from ..machine import first_line
 # The oldest and the newest tested release; tests/streaming/test_streamed_architectures.py runs both.
 TESTED = ("5.18", "5.24")
 # Classes whose forward pass fails in a release of transformers, and why.
-FAILING = {
-    ("Llama4ForConditionalGeneration", "5.24"): "its forward pass asks the text model for image outputs",
-}
+FAILING = {("Llama4ForConditionalGeneration", "5.24"): "its forward pass asks the text model for image outputs"}
 
 
 RELEASE = version("transformers")

@@ -308,10 +308,7 @@ ROOM = 2.0
 
 
 def check_static_scales(
-    headers: Headers,
-    values: Mapping[str, float],
-    cache: Iterable[str],
-    chosen: Mapping[str, float],
+    headers: Headers, values: Mapping[str, float], cache: Iterable[str], chosen: Mapping[str, float]
 ) -> list[str]:
     """Find static scales that are not those that were chosen, differ in fused layers, or fit no activations.
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import EXAMPLE, change_json, tree
-from openquant import compress, evaluate, verify
+from openquant import calibrate, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError
 from openquant.files.shardfile import LayerStore
@@ -161,6 +161,34 @@ def test_a_stopped_run_goes_on(stopped: Path, made: Path, tmp_path: Path) -> Non
     assert (reporter.stamps.items() & left.items(), len(reporter.stamps)) == (left.items(), 4)
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "int4", "awq": True},
+        {"scheme": "int8", "smooth": 0.5},
+        {"scheme": "tensor", "activation_scheme": "static", "calibrate": True},
+    ],
+)
+def test_one_pass_finds_what_two_do(options: dict[str, Any], tmp_path: Path, at_once: None) -> None:
+    options = {"gptq": True, **SMALL, **options}
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    file = twice / f"{EXAMPLE.name}.calibration.safetensors"
+    once.mkdir(), twice.mkdir()
+    calibrate(EXAMPLE, file, **SMALL)
+    compress(EXAMPLE, twice / "out", **options)
+
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, once / "out", reporter=Stopping(once / "out.rounded"), **options)
+    left, reporter = stamps(once / "out.rounded"), Told()
+    assert left and not (once / file.name).exists()
+    compress(EXAMPLE, once / "out", reporter=reporter, **options)
+    [passed] = [note for note in reporter.notes if "tokens" in note]
+    assert passed.startswith("GPTQ with 2 documents of 64 tokens: prose (1), code (1); no text was given: ")
+    assert passed.endswith(f"; an earlier run is continued; statistics are kept in {once / file.name}")
+    assert {path.name: path.read_bytes() for path in once.glob("*.safetensors")} == {file.name: file.read_bytes()}
+    assert tree(once / "out") == tree(twice / "out")
 
 
 def test_rounded_layers_of_other_texts_are_not_reused(stopped: Path, tmp_path: Path) -> None:
