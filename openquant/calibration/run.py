@@ -291,10 +291,7 @@ def apply_gptq(job: Job, corpus: Corpus, calibrating: _Calibrating | None = None
 
     sensitivities = None
     if job.plan.is_tuned:
-        # The first rank finds them. The others find all in the file that it leaves.
-        sensitivities = ranks.all_do(lambda: _find_sensitivities(job, corpus, store) if ranks.first else None)
-        sensitivities = sensitivities or _find_sensitivities(job, corpus, store)
-
+        sensitivities = ranks.all_do(lambda: _find_sensitivities(job, corpus, store))
     ranks.all_do(lambda: _round_layers(job, corpus, store, sensitivities, calibrating))
     return store
 
@@ -337,17 +334,20 @@ def _find_sensitivities(job: Job, corpus: Corpus, store: LayerStore) -> Sensitiv
     """Find how much tokens and outputs count."""
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import find_hessians, hessian_groups
-    from .sensitivity import find_sensitivities
+    from .sensitivity import PARTS, find_sensitivities
 
-    # It stays beside the rounded layers, so that a run that is stopped later finds all in it.
-    pass_checkpoint = PassCheckpoint(store.sensitivities, {"texts": corpus.sha256})
-    job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, pass_checkpoint))
+    def open_part(number: int) -> PassCheckpoint:
+        """Open what stays beside the rounded layers, so that a run that is stopped later finds all in it."""
+        return PassCheckpoint(store.sensitivities(number), {"texts": corpus.sha256})
+
+    first = open_part(job.ranks.rank % PARTS)
+    job.reporter.on_note(_describe(f"weighing {corpus.described}", corpus.notes, first))
 
     steps = memory.sensitivity_steps(job.checkpoint, job.plan, corpus.length)
     free = memory_left(job.run.max_memory, steps, refuse=False)
-    with job.run_texts(corpus, pass_checkpoint, 0, 0, job.target.absolute().parent) as run:
+    with job.run_texts(corpus, None, 0, 0, job.target.absolute().parent) as run:
         groups = hessian_groups(find_hessians(run.model, job.plan).values(), job.plan.entry)
-        return find_sensitivities(run, groups, session.BUDGET if free is None else free)
+        return find_sensitivities(run, groups, session.BUDGET if free is None else free, job.ranks, open_part)
 
 
 def _round_layers(

@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..data.corpus import Corpus
+from ..distributed import Ranks
 from ..errors import OpenQuantError
 from ..streaming.interleaved import ForwardPass, TextRun, explain_errors, run_interleaved
 from ..streaming.memory import BLOCK, hidden_bytes
 from ..streaming.meta_model import REST
 from ..streaming.model import StreamedModel, limited_threads, products_in_float32
+from ..streaming.pass_checkpoint import PassCheckpoint
 
 # Power of the sum of squares. One draw of the gradient says little of a single token, and a few tokens have most of the
 # sum: on SmolLM2 with 12k tokens, 0.5, 0.7 and 1 gave 0.847, 0.819 and 0.836 of GPTQ's KL in int4.
@@ -41,6 +43,9 @@ EXPONENT = 0.7
 # Documents whose layers are computed together, at most. Each layer is read twice for all of them, and what was found is
 # kept after them.
 AT_ONCE = 8
+# Sums over documents are made in so many parts, which ranks share, and then added, in the same order for any number of
+# ranks.
+PARTS = 4
 _HINT = "leave --tune out"
 
 
@@ -59,34 +64,85 @@ class Sensitivities(NamedTuple):
     outputs: dict[str, Tensor]
 
 
-def find_sensitivities(run: TextRun, groups: Mapping[str, str], budget: int) -> Sensitivities:
+def find_sensitivities(
+    run: TextRun,
+    groups: Mapping[str, str],
+    budget: int,
+    ranks: Ranks | None = None,
+    open_part: Callable[[int], PassCheckpoint] | None = None,
+) -> Sensitivities:
     """Find how much a model's answers depend on the outputs of its layers.
 
-    What is found does not depend on memory.
+    What is found does not depend on memory and ranks.
 
     Args:
         run: the texts and the source model, all of whose shards must be on disk. Hidden states stay in memory.
         groups: for each Linear, by module name, the name of its group, whose outputs count together. Each computes all
             tokens of a text.
         budget: bytes of memory for what goes into the layers; one document may take more.
+        ranks: the processes that share the documents; None for this one alone.
+        open_part: opens the file of a part of the documents, by its number below PARTS, which all ranks can read; None
+            to keep all parts in memory, in a single process.
 
     Raises:
         SourceError: a weight cannot be read.
-        OutputError: the checkpoint cannot be written.
+        OutputError: a part cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts, or cannot be differentiated.
     """
     if not groups:
         return Sensitivities({}, {})
+    ranks = ranks or Ranks()
+    count = len(run.corpus.documents)
+    parts = [range(count * number // PARTS, count * (number + 1) // PARTS) for number in range(PARTS)]
+    parts = [documents for documents in parts if documents]
+    weigh = partial(_weigh_part, run, groups, budget)
+
+    found: Iterator[_Found]
+    if open_part is None:
+        found = (weigh(documents, None) for documents in parts)
+    else:
+        for number in range(ranks.rank, len(parts), ranks.size):
+            weigh(parts[number], open_part(number))
+        ranks.agree(None)
+        found = (open_part(number).saved for number in range(len(parts)))
+
+    squares: dict[str, list[Tensor]] = {}
+    outputs: dict[str, Tensor] = {}
+    for _, part_squares, part_outputs in found:
+        for group, of_documents in part_squares.items():
+            squares.setdefault(group, []).append(of_documents)
+        for name, products in part_outputs.items():
+            outputs[name] = outputs[name].add_(products) if name in outputs else products
+
+    tokens: dict[str, Tensor] = {}
+    for group, of_parts in squares.items():
+        weights = torch.cat(of_parts) ** EXPONENT
+        if not torch.isfinite(weights).all():
+            raise OpenQuantError(f"gradients at the outputs of {group} are not finite", _HINT)
+        if weights.any():
+            tokens[group] = weights / weights.mean()
+    # Large inputs and gradients together may overflow where each does not.
+    outputs = {name: blocks for name, blocks in outputs.items() if blocks.isfinite().all() and blocks.any()}
+    return Sensitivities(tokens, outputs)
+
+
+# The number of documents that are done; and `squares` and `outputs` of a _GradientRecorder.
+_Found = tuple[int, dict[str, Tensor], dict[str, Tensor]]
+
+
+def _weigh_part(
+    run: TextRun, groups: Mapping[str, str], budget: int, documents: range, saved_in: PassCheckpoint | None
+) -> _Found:
+    """Sum up the gradients of some documents; those that the file has are done."""
     model = run.model
     corpus = run.corpus
-    recorder = _GradientRecorder(groups, len(corpus.documents), corpus.length)
+    recorder = _GradientRecorder(groups, documents, corpus.length)
     done = 0
-    if run.checkpoint is not None:
-        if run.checkpoint.saved is not None:
-            done, recorder.squares, recorder.outputs = run.checkpoint.saved
-        run.checkpoint.extra = lambda: (done, recorder.squares, recorder.outputs)
+    if saved_in is not None:
+        if saved_in.saved is not None:
+            done, recorder.squares, recorder.outputs = saved_in.saved
+        saved_in.extra = lambda: (done, recorder.squares, recorder.outputs)
 
-    documents = range(len(corpus.documents))
     inputs_of_layers = len(model.layers) * hidden_bytes(model.checkpoint, corpus.length)
     at_once = max(1, min(AT_ONCE, budget // max(1, inputs_of_layers)))
 
@@ -99,18 +155,10 @@ def find_sensitivities(run: TextRun, groups: Mapping[str, str], budget: int) -> 
 
             done += len(some)
             if run.progress is not None:
-                run.progress(done * corpus.length, len(documents) * corpus.length)
-            if run.checkpoint is not None:
-                run.checkpoint.write_measured(is_last=done == len(documents))
-
-    for group, squares in recorder.squares.items():
-        if not torch.isfinite(squares).all():
-            raise OpenQuantError(f"gradients at the outputs of {group} are not finite", _HINT)
-    weights = {group: squares**EXPONENT for group, squares in recorder.squares.items() if squares.any()}
-    tokens = {group: weight / weight.mean() for group, weight in weights.items()}
-    # Large inputs and gradients together may overflow where each does not.
-    outputs = {name: blocks for name, blocks in recorder.outputs.items() if blocks.isfinite().all() and blocks.any()}
-    return Sensitivities(tokens, outputs)
+                run.progress(some.stop * corpus.length, len(corpus.documents) * corpus.length)
+            if saved_in is not None:
+                saved_in.write_measured(is_last=done == len(documents))
+    return done, recorder.squares, recorder.outputs
 
 
 class _GradientRecorder:
@@ -118,7 +166,7 @@ class _GradientRecorder:
 
     Args:
         groups: for each Linear, by module name, the name of its group.
-        documents: the number of documents.
+        documents: the numbers of the documents.
         length: tokens of each.
 
     Attributes:
@@ -127,10 +175,11 @@ class _GradientRecorder:
         document: the number of the document that a layer is computed for.
     """
 
-    def __init__(self, groups: Mapping[str, str], documents: int, length: int) -> None:
+    def __init__(self, groups: Mapping[str, str], documents: range, length: int) -> None:
         self.groups = groups
         self.length = length
-        self.squares = {group: torch.zeros(documents, length) for group in groups.values()}
+        self.first = documents.start
+        self.squares = {group: torch.zeros(len(documents), length) for group in groups.values()}
         self.outputs: dict[str, Tensor] = {}
         self.document = 0
 
@@ -162,7 +211,7 @@ class _GradientRecorder:
         width = gradient.shape[-1]
         gradients = gradient.reshape(self.length, -1).float()
         squares = gradients.square().sum(-1)
-        self.squares[self.groups[name]][document] += squares.cpu()
+        self.squares[self.groups[name]][document - self.first] += squares.cpu()
 
         # A Linear of several groups, as in DeepSeek-V4, has outputs of its own for each.
         if gradients.shape[1] != width:

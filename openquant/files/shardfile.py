@@ -262,7 +262,8 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(
-    r"[0-9a-f]{16}-(\d{3,}-\d+\.safetensors|\d+-of-\d+\.passes(\.new)?)|[0-9a-f]{16}\.passes(\.tuned)?(\.new)?"
+    r"[0-9a-f]{16}-(\d{3,}-\d+\.safetensors|(\d+-of-\d+\.passes|\d\.passes\.tuned)(\.new)?)"
+    r"|[0-9a-f]{16}\.passes(\.tuned)?(\.new)?"
     r"|\.openquant-[0-9a-f]{16}\.partial"
 )
 
@@ -288,10 +289,9 @@ class LayerStore:
         # How the names of this run's files begin.
         self._prefix = run_digest[:16]
 
-    @property
-    def sensitivities(self) -> Path:
-        """Path of the file with what was found of how much tokens and outputs count."""
-        return self.path / f"{self._prefix}.passes.tuned"
+    def sensitivities(self, part: int) -> Path:
+        """Return the path of the file with how much tokens and outputs count in a part of the documents."""
+        return self.path / f"{self._prefix}-{part}.passes.tuned"
 
     def pass_checkpoint(self, rank: int, size: int) -> Path:
         """Return the path of a pass checkpoint, from which an interrupted pass continues.

@@ -19,6 +19,7 @@ from openquant.calibration.observers import find_hook_points
 from openquant.calibration.sensitivity import Sensitivities, draw_gradient, find_sensitivities
 from openquant.calibration.tuning import Tuning
 from openquant.data.corpus import Corpus, Document
+from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import LayerStore
@@ -28,6 +29,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.streaming.interleaved import TextRun
 from openquant.streaming.model import StreamedModel
+from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support import small_checkpoints, starting
 from support.conversions import Shelf
 from support.reporters import Told
@@ -270,6 +272,29 @@ def test_several_ranks_round_to_the_same_bytes(made: Path, job: Job, tmp_path: P
     assert done.stderr.count("weighing 4 documents of 64 tokens") == 1
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_each_rank_weighs_its_part(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")), dtype=torch.float32)
+    run, linears = TextRun(model, CORPUS), linears_of(model)
+    alone = find_sensitivities(run, linears, 0)
+
+    def open_part(number: int) -> PassCheckpoint:
+        return PassCheckpoint(tmp_path / f"{number}.part", {})
+
+    def wait(ranks: Ranks, _: object) -> None:
+        if ranks.rank:
+            raise Stopped
+
+    monkeypatch.setattr(Ranks, "agree", wait)
+    with pytest.raises(Stopped):
+        find_sensitivities(run, linears, 0, Ranks(1, 2), open_part)
+    assert [path.name for path in tmp_path.iterdir()] == ["1.part"]
+    shared = find_sensitivities(run, linears, 0, Ranks(0, 2), open_part)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.part", "1.part", "2.part"]
+    for found, expected in zip(shared, alone, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_what_it_cannot_be_used_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
