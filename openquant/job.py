@@ -279,7 +279,7 @@ def prepare(opened: Opened, plan: Plan, before: Sequence[MemoryStep] = (), refus
 def without_collector() -> Iterator[None]:
     """In the `with` block, turn off Python's cycle collector, which would take half the time of planning.
 
-    A plan makes millions of objects.
+    A plan makes millions of objects, and the check of an output looks at as many.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -25,7 +25,7 @@ from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
 from .hub.publish import Published, Publisher
 from .hub.source import ShardSupply, Source, repository_source, silent
-from .job import Job, claim_of, source_needs
+from .job import Job, claim_of, source_needs, without_collector
 from .options import Push
 from .plan import summary
 from .plan.layout import Shard
@@ -249,6 +249,7 @@ class _Writer:
         self.job.ranks.check()
         self.job.reporter.on_advance(nbytes)
 
+    @without_collector()
     def _finish_output(self, unfinished: Sequence[str], findings: WeightFindings) -> int:
         """Write all other files, check the output and mark it as finished.
 

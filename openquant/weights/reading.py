@@ -648,6 +648,8 @@ USUAL_ZEROS = {E4M3: 0.1, E2M1: 0.3, INT3: 0.75, INT2: 0.9}
 USUAL_ZEROS_OF_OTHERS = 0.5
 # The same where weights are not known, of which some are zero in a model that was pruned.
 ZEROS_OF_UNKNOWN = 0.9
+# A smaller share of codes of zero is usual in all formats, and in FP8 and INT8 nearly all layers have less.
+FEW = 0.01
 
 
 class LostWeights:
@@ -697,7 +699,8 @@ class LostWeights:
             zero = number.decode(single) == np.repeat(zero_point, single.shape[1] // zero_point.shape[1], axis=1)
 
         self._known = bits is not None
-        if bits is None:
+        if bits is None or np.count_nonzero(zero) < zero.size * FEW:
+            # Whether so few weights were zero before makes no difference.
             self._weights += zero.size
         else:
             # Without the bit of the sign.
