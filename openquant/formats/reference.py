@@ -104,26 +104,6 @@ def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_s
     return scale
 
 
-def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Compute the scale and zero point of each group from its smallest and largest weight.
-
-    Args:
-        weight: [out, in] of whole groups, of any floating dtype.
-        format: a format with zero points.
-
-    Returns:
-        Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
-    """
-    grouped = _to_groups(weight.float(), format.group)
-    low = grouped.amin((1, 3)).clamp(max=0)
-    high = grouped.amax((1, 3)).clamp(min=0)
-    half = (high - low) / 2
-    exact = (half / half.new_tensor(format.number.span)).clamp(min=format.scale.floor)
-    largest = format.number.largest
-    zero_point = (-largest - low / exact).round().clamp(-largest, 2 * format.number.span - largest)
-    return group_scale(half, format), zero_point
-
-
 def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
     """Quantize a weight: divide by the scale, add the zero point, clamp, round to nearest even.
 

@@ -22,7 +22,7 @@ from openquant.calibration.smoothing import (
 )
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.reference import decode, encode, group_absmax, group_ranges
+from openquant.formats.reference import decode, encode, group_absmax
 from openquant.formats.schemes import INT4_SHIFTED, INT4_W4A16, SCHEMES, Scheme
 from openquant.plan.plan import make_plan
 from openquant.weights.reading import Reader
@@ -30,6 +30,7 @@ from openquant.weights.statistics import read_calibration
 from support import small_checkpoints
 from support.outlier_channels import twin
 from support.random_calibrations import Planned, skewed
+from support.zero_points import group_ranges
 
 RANDOM = np.random.default_rng(11)
 WIDTH = 256

@@ -16,7 +16,7 @@ from openquant.formats import compiled, kernels
 from openquant.formats.kernels import Scales, choose_scales
 from openquant.formats.numbers import INT4
 from openquant.formats.quantization import read_quantization
-from openquant.formats.reference import decode, encode, group_ranges
+from openquant.formats.reference import decode, encode
 from openquant.formats.schemes import (
     ASYMMETRIC,
     CHANNEL,
@@ -31,6 +31,7 @@ from openquant.formats.schemes import (
     find_others,
     find_scheme,
 )
+from support.zero_points import group_ranges
 
 FORM = INT4_SHIFTED.format
 
