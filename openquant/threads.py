@@ -24,28 +24,27 @@ Output = TypeVar("Output")
 class FirstFailure:
     """Keeps the first error of several threads, and raises it in the thread that waits for them.
 
-        failure = FirstFailure(stopped.set)
+        failure = FirstFailure(changed)
         with failure.catch():        # in each thread
             work()
         failure.check()             # in the thread that waits
 
     Args:
-        tell: called in the thread that failed, for each error.
+        changed: notified of each error, in the thread that failed.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._lock = threading.Lock()
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
         self._error: BaseException | None = None
 
     def __bool__(self) -> bool:
         return self._error is not None
 
     def keep(self, error: BaseException) -> None:
-        """Keep an error, unless there was one before, and call `tell`."""
-        with self._lock:
+        """Keep an error, unless there was one before, and wake the threads that wait."""
+        with self._changed:
             self._error = self._error or error
-        self._tell()
+            self._changed.notify_all()
 
     @contextmanager
     def catch(self) -> Iterator[None]:

@@ -109,7 +109,7 @@ class Publisher:
         self._uploaded: dict[str, UploadInfo] = {}
 
         self._changed = threading.Condition()
-        self._failure = FirstFailure(self._wake)
+        self._failure = FirstFailure(self._changed)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
     def prepare(self, card: bytes, creates: bool = True) -> list[str] | None:
@@ -395,10 +395,6 @@ class Publisher:
                     self._pending.discard(name)
                     self._in_progress.discard(name)
                     self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def _upload(self, name: str) -> None:
         """Upload a shard; with --push-only, write a record of that and delete the shard."""

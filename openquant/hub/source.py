@@ -570,7 +570,7 @@ class ShardSupply:
 
         self._closed = False
         self._changed = threading.Condition()
-        self._failure = FirstFailure(self._wake)
+        self._failure = FirstFailure(self._changed)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> ShardSupply:
@@ -677,10 +677,6 @@ class ShardSupply:
 
     def _is_stopped(self) -> bool:
         return self._closed or bool(self._failure)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def _sleep(self, seconds: float) -> None:
         """Sleep between two tries of a download, until the supply is closed."""
