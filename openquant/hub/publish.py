@@ -140,9 +140,9 @@ class Publisher:
                 )
             if repository is None:
                 self.private = self.push.private or has_private_base(text)
-            if repository is None and not creates:
-                return None
-            if repository is None:
+                if not creates:
+                    return None
+
                 # If it need not be private, the organization's default counts.
                 private = self.private or None
                 created = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True))
