@@ -370,13 +370,13 @@ def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
         return 0
 
     # So a limit of NaN lets nothing through.
-    above = [output for output in evaluation.outputs if not output["kl"]["mean"] <= limit]
-    for output in above:
-        if call.ranks.first:
-            console.say_lines(
-                [f"{output['output']['name']}: mean KL {output['kl']['mean']:.3g} nats, above --fail-above {limit!r}"],
-                sys.stderr,
-            )
+    above = [
+        f"{output['output']['name']}: mean KL {output['kl']['mean']:.3g} nats, above --fail-above {limit!r}"
+        for output in evaluation.outputs
+        if not output["kl"]["mean"] <= limit
+    ]
+    if above and call.ranks.first:
+        console.say_lines(above, sys.stderr)
     return EXIT_PROBLEMS if above else 0
 
 
