@@ -28,7 +28,7 @@ from ..job import Opened
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
-from ..plan.layout import output_tensors
+from ..plan.layout import written_bytes
 from ..plan.plan import Plan, make_plan
 from ..registry.architecture import Architecture
 from ..weights.weight import Weight
@@ -381,10 +381,8 @@ def _patterns(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def _choice(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme | None]) -> UnitChoice:
-    return UnitChoice(
-        schemes,
-        sum(info.nbytes for module, weight in weights.items() for info in output_tensors(weight, schemes[module])),
-    )
+    nbytes = sum(written_bytes(weight, schemes[module]) for module, weight in weights.items())
+    return UnitChoice(schemes, nbytes)
 
 
 def bits_per_weight(units: Sequence[Unit], nbytes: int) -> float:
