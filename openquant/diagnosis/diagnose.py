@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..convert.conversion import ShardProvider, loops, worth_compiling
 from ..errors import SourceError
 from ..files.shardfile import TensorInfo
-from ..formats.format import Format, Group
+from ..formats.format import Format, Group, widen
 from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, Scales, choose_scales, choose_shared_scale, to_float32
 from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import SCHEMES, Scheme
@@ -421,7 +421,7 @@ class SchemeLoss:
             scales: the scales and zero points, float32 [n / height, in / width]; `WeightRanges.scales` returns both.
         """
         number = scheme.format.number
-        scale, zero_point = (None if grid is None else _widen(grid, group[1]) for grid in scales)
+        scale, zero_point = (None if grid is None else widen(grid, group[1]) for grid in scales)
         assert scale is not None
 
         # Values of codes, not the codes themselves, which take longer to look up.
@@ -463,10 +463,3 @@ def _as_stored(scheme: Scheme, weight: Weight) -> Scheme | None:
 def _by_scheme(values: dict[str, float]) -> dict[str, float | None]:
     """The values in the order of SCHEMES, None for schemes that have none."""
     return {name: values.get(name) for name in SCHEMES}
-
-
-def _widen(grid: Floats, width: int | None) -> Floats:
-    """Repeat each entry of [n, groups] over the `width` columns of its group; not if a row has one group."""
-    if width is None:
-        return grid
-    return np.repeat(grid, width, axis=1)

@@ -55,6 +55,13 @@ def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-rows // (height or rows)), -(-cols // (width or cols))
 
 
+def widen(grid: Floats, width: int | None) -> Floats:
+    """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
+    if width is None:
+        return grid
+    return np.repeat(grid, width, axis=1)
+
+
 @dataclass(frozen=True)
 class Scale:
     """How the scales of a weight are stored.

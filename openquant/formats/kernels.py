@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import kernels
-from .format import Format, Group, grid_of
+from .format import Format, Group, grid_of, widen
 from .numbers import E4M3, Codes, Floats, Number, lanes, nearest_bfloat16
 from .schemes import Scheme
 
@@ -198,8 +198,8 @@ def encode_stored(
             codes = np.take(table, bits[low:high], mode="clip")
         else:
             values = to_float32(bits[low:high], dtype)
-            spread = None if zero_point is None else _widen(zero_point[part], fmt.group[1])
-            codes = encode_float32(values, _widen(scale[part], fmt.group[1]), fmt.number, spread)
+            spread = None if zero_point is None else widen(zero_point[part], fmt.group[1])
+            codes = encode_float32(values, widen(scale[part], fmt.group[1]), fmt.number, spread)
         pack(codes, out[low:high], fmt.number)
 
 
@@ -255,7 +255,7 @@ def decode_rows(
 
         part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
         spread = [
-            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
+            None if grid is None else widen(grid[part], width and min(width, cols))[:, :cols]
             for grid in (scale, zero_point)
         ]
         assert spread[0] is not None
@@ -541,13 +541,6 @@ def _codes_of_all(number: Number, dtype: str, scale: float) -> Codes:
         return encode_float32(
             to_float32(np.arange(65536, dtype=np.uint16), dtype), np.array([scale], np.float32), number
         )
-
-
-def _widen(grid: Floats, width: int | None) -> Floats:
-    """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
-    if width is None:
-        return grid
-    return np.repeat(grid, width, axis=1)
 
 
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small

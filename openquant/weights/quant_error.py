@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.format import Format, grid_of
+from ..formats.format import Format, grid_of, widen
 from ..formats.kernels import CHUNK, Bits, absmax, choose_scales, encode_float32, to_float32, unpack
 from ..formats.numbers import Codes, Floats
 from ..formats.schemes import Scheme
@@ -271,10 +271,8 @@ class Comparison:
 
         fits = bool((group_absmax <= np.abs(scale) * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
-        element_scale = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
-        zero = None if self.zeros is None else self.zeros[rows]
-        if zero is not None and width is not None:
-            zero = np.repeat(zero, width, axis=1)[:, :cols]
+        element_scale = widen(scale, width)[:, :cols]
+        zero = None if self.zeros is None else widen(self.zeros[rows], width)[:, :cols]
 
         expected = encode_float32(weight, element_scale, self.number, zero)
         same = np.array_equal(expected, codes)
