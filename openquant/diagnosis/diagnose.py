@@ -37,8 +37,6 @@ SAMPLE_WEIGHTS = 1 << 16
 SAMPLE_ROWS = 32
 # Of a layer with at most so many weights, all rows are.
 MAX_UNSAMPLED = 1 << 18
-# Bytes of a passthrough tensor that are read at a time.
-PIECE = 4 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -164,15 +162,10 @@ class _DiagnosisRun:
 
     def _check_finite(self, info: TensorInfo, reader: Reader) -> None:
         """Count NaN and infinities in a tensor that stays unquantized."""
-        place = self.plan.decoded.where[info.name]
         non_finite = NonFinite()
-        buffer = np.empty(min(PIECE, info.nbytes), np.uint8)
-        with reader.open(place.shard) as file:
-            for low in range(0, info.nbytes, PIECE):
-                part = buffer[: min(PIECE, info.nbytes - low)]
-                file.read(part, place.offset + low, info.name)
-                non_finite += count_non_finite(part, info.dtype)
-                self.advance(part.size)
+        for piece in reader.pieces(info):
+            non_finite += count_non_finite(piece, info.dtype)
+            self.advance(piece.size)
         if non_finite:
             with self.lock:
                 self.not_finite[info.name] = non_finite

@@ -208,15 +208,15 @@ class _Worker:
             self.source = Reader(reading.source.where, reading.source.root.joinpath)
         # Number of the current task.
         self.number = 0
-        self._buffers: dict[str, Bytes] = {}
+        self._memory: Bytes = np.empty(0, np.uint8)
 
     def _problem(self, message: str) -> None:
         self.reading.add_problem(self.number, message)
 
-    def _buffer(self, name: str, nbytes: int) -> Bytes:
-        if name not in self._buffers or self._buffers[name].size < nbytes:
-            self._buffers[name] = np.empty(nbytes, np.uint8)
-        return self._buffers[name][:nbytes]
+    def _buffer(self, nbytes: int) -> Bytes:
+        if self._memory.size < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes]
 
     def compare(self, info: TensorInfo, original: Weight | bytes | None) -> None:
         """Compare an unquantized tensor with the source: see `TensorTask.original`."""
@@ -227,7 +227,7 @@ class _Worker:
             for expected in self._read_expected(info, original):
                 if self.reading.stopped.is_set():
                     return
-                piece = self._buffer("output", expected.size)
+                piece = self._buffer(expected.size)
                 file.read(piece, place.offset + low, info.name)
                 self.reading.findings.unquantized.look_at(info, piece)
 
@@ -253,7 +253,7 @@ class _Worker:
 
     def check_finite(self, info: TensorInfo) -> None:
         """Check a tensor for NaN and infinity, without comparing it with the source."""
-        for piece in self._tensor(info, self.output, "output"):
+        for piece in self.output.pieces(info):
             if self.reading.stopped.is_set():
                 return
             self.reading.findings.unquantized.look_at(info, piece)
@@ -262,19 +262,10 @@ class _Worker:
     def _read_expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
         """The expected bytes of an unquantized tensor, in pieces."""
         if original is None:
-            return self._tensor(info, self.source, "source")
+            return self.source.pieces(info)
         if isinstance(original, bytes):
             return iter([np.frombuffer(original, np.uint8)])
         return self._source_weight(original)
-
-    def _tensor(self, info: TensorInfo, reader: Reader, buffer: str) -> Iterator[Bytes]:
-        """The bytes of the tensor of that name in the output or the source, in pieces."""
-        place = reader.where[info.name]
-        with reader.open(place.shard) as file:
-            for low in range(0, info.nbytes, PIECE):
-                piece = self._buffer(buffer, min(PIECE, info.nbytes - low))
-                file.read(piece, place.offset + low, info.name)
-                yield piece
 
     def _source_weight(self, weight: Weight) -> Iterator[Bytes]:
         """The bytes of a weight of the source, in pieces: decoded to bfloat16 if it is quantized there."""
@@ -362,7 +353,7 @@ class _Worker:
                 if self.reading.stopped.is_set():
                     return False
 
-                piece = self._buffer("output", count * pitch)
+                piece = self._buffer(count * pitch)
                 first = self.output.read_codes_unchecked(file, weight, low, piece)
                 if nan_at is None and first is not None:
                     nan_at = low * pitch + first

@@ -318,6 +318,19 @@ class Reader:
             source.read(raw, place.offset + start, info.name)
         return raw
 
+    def pieces(self, info: TensorInfo) -> Iterator[Bytes]:
+        """Yield all bytes of a tensor in pieces of one buffer, as uint8 [n].
+
+        Raises:
+            SourceError: they cannot be read.
+        """
+        place = self.where[info.name]
+        with self.open(place.shard) as source:
+            for low in range(0, info.nbytes, BUFFER):
+                piece = self._buffer[: min(BUFFER, info.nbytes - low)]
+                source.read(piece, place.offset + low, info.name)
+                yield piece
+
     def read_scale(self, info: TensorInfo) -> Floats:
         """Read a tensor of scales, unchecked, as float32 in its stored shape.
 
