@@ -125,19 +125,32 @@ def find_body(name: str, config: Mapping[str, Any]) -> tuple[Architecture | None
     for stem in (body + infix, body):
         names = [stem + ending for ending in _ENDINGS]
         entries = [MODELS[name] for name in (*names, _IRREGULAR.get(stem)) if name in MODELS]
-        nested = [entry for entry in entries if entry.text_config and _has_key(config, entry.text_config)]
+        nested = [entry for entry in entries if config_value(config, entry.text_config) is not None]
         flat = [entry for entry in entries if entry.text_config is None]
         if entries:
             return (nested or flat or entries[-1:])[0], suffix
     return None, suffix
 
 
-def _has_key(config: Mapping[str, Any], path: str) -> bool:
-    """Whether config.json has a key; those of nested ones are joined by dots."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value is not None
+def config_value(config: Mapping[str, Any], key: str | None) -> Any:
+    """Return the value of a key of config.json.
+
+    Args:
+        config: the content of config.json, or a part of it.
+        key: a key, or nested keys joined by dots: "text_config.hidden_size"; None for no key.
+
+    Returns:
+        The value; None if there is none.
+    """
+    if not key:
+        return None
+
+    inner: Any = config
+    for part in key.split("."):
+        if not isinstance(inner, Mapping):
+            return None
+        inner = inner.get(part)
+    return inner
 
 
 def fit_prefix(model: Architecture, modules: Collection[str]) -> Architecture:

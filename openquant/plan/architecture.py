@@ -29,7 +29,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.model_files import short_repr
 from ..files.shardfile import TensorInfo
 from ..formats.format import Format, Group
-from ..models import GENERIC, MODELS, find_body, find_entry, fit_prefix
+from ..models import GENERIC, MODELS, config_value, find_body, find_entry, fit_prefix
 from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
 from ..registry.architecture import (
     MTP_LAYER,
@@ -155,27 +155,6 @@ _USUAL_KEYS = {
     "num_layers": "num_hidden_layers",
     "multi_query_group_num": "num_key_value_heads",
 }
-
-
-def config_value(config: Mapping[str, Any], key: str | None) -> Any:
-    """Return the value of a key of config.json.
-
-    Args:
-        config: the content of config.json, or a part of it.
-        key: a key, or nested keys joined by dots: "text_config.hidden_size"; None for no key.
-
-    Returns:
-        The value; None if there is none.
-    """
-    if not key:
-        return None
-
-    inner: Any = config
-    for part in key.split("."):
-        if not isinstance(inner, Mapping):
-            return None
-        inner = inner.get(part)
-    return inner
 
 
 def fused_parts(

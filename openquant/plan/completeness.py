@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..errors import SourceError
 from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
 from ..files.shardfile import TensorInfo
+from ..models import config_value
 from ..patterns import collapse, compile_pattern
 from ..registry.architecture import (
     ANY,
@@ -39,7 +40,7 @@ from ..registry.architecture import (
     TensorRule,
     find_class_tensors,
 )
-from .architecture import Stored, config_value, mtp_layer_finder, under_stored_names
+from .architecture import Stored, mtp_layer_finder, under_stored_names
 
 _Value = TypeVar("_Value")
 # How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.

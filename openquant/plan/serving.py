@@ -30,13 +30,14 @@ from ..files.shardfile import TensorInfo
 from ..formats.format import FLOATS
 from ..formats.numbers import E4M3, FLAG, SCALES, cache_scales, scale_for
 from ..formats.schemes import Scheme
+from ..models import config_value
 from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..registry.architecture import MTP_LAYER, Architecture, CachedRows, ModuleRules, RecurrentState
 from ..registry.parts import HEADS
 from ..version import SGLANG
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
-from .architecture import config_value, fused_parts, mtp_layer_finder
+from .architecture import fused_parts, mtp_layer_finder
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions
 from .layout import PlanLine
 
