@@ -18,7 +18,7 @@ from ..version import SGLANG, VLLM
 from ..weights.find import unread_tensors
 from ..weights.weight import Weight
 from .architecture import text_config
-from .decisions import Decisions, PlanOptions, gptq_notes
+from .decisions import Decisions, PlanOptions, gptq_notes, tokens_of
 from .serving import serving_notes, unrouted_note
 
 # The compressed-tensors format whose codes are packed into int32.
@@ -433,8 +433,8 @@ def output_notes(
 
     if options.calibration is not None and decisions.input_absmax:
         notes.append(
-            f"static activation scales are twice those of a calibration with {options.calibration.described}: headroom "
-            "costs nothing, and larger activations are clamped"
+            f"static activation scales are twice those of a calibration with {tokens_of(options.calibration.texts)}: "
+            "headroom costs nothing, and larger activations are clamped"
         )
         notes += unrouted_note(options.calibration, entry, decisions.input_absmax, decisions.layers)
 

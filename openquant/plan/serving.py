@@ -38,7 +38,7 @@ from ..version import SGLANG
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
 from .architecture import fused_parts, mtp_layer_finder
-from .decisions import Decisions, Item, PassthroughTensor, PlanOptions
+from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, tokens_of
 from .layout import PlanLine
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
@@ -624,7 +624,7 @@ def add_scales(
             )
 
     if calibration is not None:
-        return [f"scales of the KV cache are powers of two, from a calibration with {calibration.described}"]
+        return [f"scales of the KV cache are powers of two, from a calibration with {tokens_of(calibration.texts)}"]
 
     count = sum(name is not None for number in attentions for name in source_scales.get(number, (None, None)))
     if count:

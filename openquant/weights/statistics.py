@@ -93,11 +93,6 @@ class Calibration:
             return None
         return statistics
 
-    @property
-    def described(self) -> str:
-        """Size of the calibration texts, such as "128 x 512 tokens"."""
-        return f"{self.texts.get('documents')} x {self.texts.get('length')} tokens"
-
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the bytes of its file, hexadecimal."""

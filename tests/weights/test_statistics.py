@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from openquant.errors import SourceError
 from openquant.formats.schemes import NVFP4_W4A4, TENSOR_STATIC
+from openquant.plan.decisions import tokens_of
 from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
 
 KIND = "openquant calibration"
@@ -31,7 +32,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     path.write_bytes(some().to_bytes())
     found = read_calibration(path)
     assert found.to_bytes() == some().to_bytes()
-    assert (found.model, found.stamp, found.described, found.cached) == ("5f", "a0", "2 x 16 tokens", CACHED)
+    assert (found.model, found.stamp, tokens_of(found.texts), found.cached) == ("5f", "a0", "2 x 16 tokens", CACHED)
     for tensor in ("a.weight", "b.weight"):
         seen = found.of(tensor)
         assert seen is not None
