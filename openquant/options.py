@@ -225,11 +225,6 @@ class CalibrationTexts(Texts):
 
     samples: int = same_as(Texts, "samples", default=128)
 
-    @property
-    def described(self) -> str:
-        """Such as "128 x 512 tokens"."""
-        return f"{self.samples} x {self.length} tokens"
-
 
 # What each command takes.
 
