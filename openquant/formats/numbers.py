@@ -50,6 +50,8 @@ class Number:
 
     # Whether the first of two codes in a byte has the high bits.
     high_first: ClassVar[bool] = False
+    # Whether the values are integers.
+    integer: ClassVar[bool] = False
 
     title: str
     name: str
@@ -57,11 +59,6 @@ class Number:
     bits: int
     largest: float
     normal: float
-
-    @property
-    def integer(self) -> bool:
-        """Whether the values are integers."""
-        return False
 
     @property
     def item_bits(self) -> int:
@@ -206,12 +203,10 @@ class _Integer(Number):
     Codes below -largest, such as -128 of INT8, are decoded too, since other tools write them.
     """
 
+    integer: ClassVar[bool] = True
+
     highest: int = 127
     excess: int = 0
-
-    @property
-    def integer(self) -> bool:
-        return True
 
     @property
     def span(self) -> float:
