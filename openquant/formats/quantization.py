@@ -212,25 +212,22 @@ def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], st
 
 
 def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
+    fmt = TENSOR.format
+    inputs: dict[str, Any] = {**_FP8, "strategy": "tensor"}
     size = settings.get("weight_block_size")
-    block = None
     if size is not None:
         if not _is_block(size):
             raise UsageError(
                 f"config.json has the weight_block_size {json.dumps(size)}",
                 f"it must be two numbers from 1 to {MAX_SIDE}",
             )
-        block = size[0], size[1]
-
-    fmt = TENSOR.format
-    inputs: dict[str, Any] = {**_FP8, "strategy": "tensor"}
-    if block:
         # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
         # all (layers/quantization/fp8.py:262-282), which is the finer.
-        fmt = BLOCK.format
-        inputs = {**_FP8, "strategy": "group", "group_size": block[0]}
+        fmt = replace(BLOCK.format, group=(size[0], size[1]))
+        inputs = {**_FP8, "strategy": "group", "group_size": size[0]}
+
     scale = replace(fmt.scale, power_of_two=settings.get("scale_fmt") == "ue8m0")
-    fmt = replace(fmt, group=block or fmt.group, scale=scale, static=settings.get("activation_scheme") == "static")
+    fmt = replace(fmt, scale=scale, static=settings.get("activation_scheme") == "static")
 
     lists = {key: _names(settings, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
