@@ -106,8 +106,7 @@ def compare_logits(
         chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
 
     columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]
-    kl, confidence, source_nll, output_nll, top1, top5 = columns
-    return DocumentRecord(domain, name, kl, confidence, source_nll, output_nll, top1, top5)
+    return DocumentRecord(domain, name, *columns)
 
 
 def log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Tensor:

@@ -488,8 +488,7 @@ def _by_groups(number: Number, asymmetric: bool = False) -> tuple[Scheme, ...]:
 
 # By bits; the first has the default group.
 INTEGER_GROUPS = {number.bits: _by_groups(number) for number in _WIDTHS}
-INT4_GROUPS = INTEGER_GROUPS[4]
-INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL = INT4_GROUPS
+INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL = INTEGER_GROUPS[4]
 # With zero points.
 SHIFTED_GROUPS = {number.bits: _by_groups(number, asymmetric=True) for number in _WIDTHS}
 INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL = SHIFTED_GROUPS[4]

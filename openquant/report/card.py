@@ -461,7 +461,6 @@ def _hardware(places: Mapping[str, list[str]]) -> str:
 
 def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str, has_template: bool) -> str:
     """Return the text of a card before the source's."""
-    computed = _computed_on(plan)
 
     origin = commit = _title(name)
     if repo:
@@ -483,7 +482,7 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         request=_request(plan.model, has_template),
         serving=summary.serving(plan),
         memory_text=memory_text,
-        computed=computed,
+        computed=_computed_on(plan),
         versions=CITED,
         sglang=SGLANG,
         sglang_refusal=sglang_refusal(plan.entry, plan.decisions),

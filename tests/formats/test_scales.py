@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from openquant.formats import compiled, kernels
 from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1
-from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, INTEGER_GROUPS, NVFP4, VARIANTS, Scheme
+from openquant.formats.schemes import INT4_W4A16, INTEGER_GROUPS, NVFP4, VARIANTS, Scheme
 
-SEARCHED = (*INT4_GROUPS, *(groups[0] for bits, groups in INTEGER_GROUPS.items() if bits != 4), NVFP4)
+SEARCHED = (*INTEGER_GROUPS[4], *(groups[0] for bits, groups in INTEGER_GROUPS.items() if bits != 4), NVFP4)
 
 
 def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torch.Tensor:
