@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from ..diagnosis.result import BROKEN
 from ..fit.table import FitTable, Held, SchemeFit, SearchResult, Target
-from ..formats.hardware import ENGINES_FOR
+from ..formats.hardware import ENGINES, ENGINES_FOR
 from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
-
-_ENGINES = ("vLLM", "SGLang")
 
 
 def fit_text(found: FitTable, width: int | None = None) -> str:
@@ -211,7 +209,7 @@ def fit_advice(found: FitTable) -> list[tuple[str, str]]:
         if found.instead is not None and not _left_as_it_is(found):
             advice.append((f"this fits, for sequences of {found.context:,} tokens", found.instead))
             if found.longest_context is None or found.context < found.longest_context:
-                advice.append((_serve_with(found.context, _ENGINES), ""))
+                advice.append((_serve_with(found.context, ENGINES), ""))
         return advice
 
     served = [(line, "") for line in _served_lines(found)]
@@ -294,7 +292,7 @@ def _nothing_fits(found: FitTable, target: Target) -> str:
         return "the model is quantized already, and fits as it is: serve it"
 
     if left := _left_as_it_is(found):
-        serve = _serve_with(left, _ENGINES)
+        serve = _serve_with(left, ENGINES)
         return f"as it is the model leaves {left:,} tokens: {serve}, or try --kv-cache fp8 or more GPUs (--gpu 2x..)"
 
     gpus = f"{target.count} {target.name or 'GPU'}"

@@ -22,7 +22,7 @@ from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
 from ..registry.architecture import EMBEDDING, HEAD, Architecture, ModuleRules, is_embedding, is_head
-from ..weights.find import pairs
+from ..weights.find import MODELOPT_FILE, pairs
 from .headers import Findings, Headers, check_fused, check_head, check_listed, check_unlisted
 from .weight_checks import check_cache, check_strays, find_decodable_weights, find_weights
 
@@ -184,8 +184,6 @@ _OURS = (JOURNAL_FILE, INDEX_FILE, *EVALUATION_FILES)
 
 # transformers loads it with the model (models/auto/auto_factory.py:290-320).
 _ADAPTER = "adapter_config.json"
-# modelopt's quantization config (vLLM transformers_utils/config.py:888-899).
-_MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
@@ -232,7 +230,7 @@ def extra_files(checkpoint: Checkpoint, expected: Set[str] | None, where: str) -
     names = [*files, *(name for name in others_left_out if name not in _OURS)]
     allowed = expected
     if allowed is None:
-        allowed = {*names} - {_ADAPTER, _MODELOPT_CONFIG}
+        allowed = {*names} - {_ADAPTER, MODELOPT_FILE}
 
     problems: list[str] = []
     others: list[str] = []
@@ -242,7 +240,7 @@ def extra_files(checkpoint: Checkpoint, expected: Set[str] | None, where: str) -
             continue
         if name == _ADAPTER:
             problems.append(f"{name} is there: transformers loads the adapter with the model")
-        elif name == _MODELOPT_CONFIG:
+        elif name == MODELOPT_FILE:
             others.append(f"{name} (engines read it only where config.json says nothing of quantization)")
         else:
             others.append(name)

@@ -47,7 +47,7 @@ from ..models import find_entry
 from ..patterns import template
 from .weight import DAMAGED, Weight, find_part, four_bits, name_and_type, packed_columns, per_rank_projections
 
-# modelopt's file beside config.json, from before config.json held the same.
+# modelopt's file beside config.json, from before config.json held the same (vLLM transformers_utils/config.py:888-899).
 MODELOPT_FILE = "hf_quant_config.json"
 # Files beside config.json in which tools say how they quantized, and the method where the file does not say it:
 # modelopt, AutoGPTQ, AutoAWQ, auto-round (vLLM, get_config_filenames in layers/quantization/auto_gptq.py, auto_awq.py
