@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ..version import VLLM
 from .architecture import (
@@ -235,40 +236,30 @@ QIANFAN = wrap(
 )
 # vLLM serves the thinker, without the talker (models/qwen3_omni_moe_thinker.py:1635), and builds the towers without
 # "thinker.".
+wrap_thinker = partial(wrap, layers="thinker.model.layers.*", text_config="thinker_config.text_config")
 OMNI_TOWERS = ("visual", "audio_tower")
-QWEN2_5_OMNI = wrap(
+QWEN2_5_OMNI = wrap_thinker(
     replace(LLAMA, fused=(*LLAMA.fused, FusedLayers("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
     "Qwen2_5OmniForConditionalGeneration",
     *(f"thinker.{tower}" for tower in OMNI_TOWERS),
     "talker",
     "token2wav",
-    layers="thinker.model.layers.*",
-    text_config="thinker_config.text_config",
     towers=OMNI_TOWERS,
 )
-QWEN3_OMNI = wrap(
+QWEN3_OMNI = wrap_thinker(
     QWEN3_MOE,
     "Qwen3OmniMoeForConditionalGeneration",
     *(f"thinker.{tower}" for tower in OMNI_TOWERS),
     "talker",
     "code2wav",
-    layers="thinker.model.layers.*",
-    text_config="thinker_config.text_config",
     towers=OMNI_TOWERS,
     # models/qwen3_omni_moe_thinker.py:1152
     head_refused=NAMELESS_HEAD,
     sglang=sglang_refuses("it quantizes the towers, which it looks up by names not in the list"),
 )
 # Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
-QWEN3_ASR = wrap(
-    LLAMA,
-    "Qwen3ASRForConditionalGeneration",
-    "thinker.audio_tower",
-    layers="thinker.model.layers.*",
-    text_config="thinker_config.text_config",
-    towers=("audio_tower",),
-    # transformers uses the names of newer files, without "thinker.".
-)
+# transformers uses the names of newer files, without "thinker.".
+QWEN3_ASR = wrap_thinker(LLAMA, "Qwen3ASRForConditionalGeneration", "thinker.audio_tower", towers=("audio_tower",))
 # vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and its Whisper layers one level
 # deeper (models/whisper.py:524-538).
 MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
@@ -428,14 +419,7 @@ NEMOTRON_OMNI = wrap(
 )
 
 EMU3 = wrap(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)
-HUNYUAN_VL = wrap(
-    LLAMA,
-    "HunYuanVLForConditionalGeneration",
-    "vit",
-    "vision_tower",
-    layers="{model,model.language_model}.layers.*",
-    sglang=NO_GROUPS,
-)
+HUNYUAN_VL = wrap(LLAMA, "HunYuanVLForConditionalGeneration", "vit", "vision_tower", layers=EITHER, sglang=NO_GROUPS)
 VIBEVOICE_ASR = wrap(
     LLAMA,
     "VibeVoiceAsrForConditionalGeneration",

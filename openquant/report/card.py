@@ -461,7 +461,6 @@ def _hardware(places: Mapping[str, list[str]]) -> str:
 
 def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str, has_template: bool) -> str:
     """Return the text of a card before the source's."""
-
     origin = commit = _title(name)
     if repo:
         origin = commit = f"[{repo}](https://huggingface.co/{repo})"
