@@ -6,6 +6,7 @@ Other notes say what the output lacks of the source.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -23,6 +24,8 @@ from .serving import serving_notes, unrouted_note
 
 # The compressed-tensors format whose codes are packed into int32.
 PACKED = "pack-quantized"
+# Refuses the schemes of an output, whichever they are.
+_refuse = partial(Refusal, None, None)
 _NO_HEAD = "leave --quantize-lm-head out"
 _NO_EMBEDDING = "leave --quantize-embeddings out"
 # Classes whose heads vLLM builds without a name (models/qwen2_rm.py:47-63), and whether SGLang has the class
@@ -73,14 +76,14 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
         return _refuse_cache_scales(sglang, decisions)
 
     if sglang.experts is not None and any(map(entry.experts, decisions.layers)):
-        return Refusal(None, None, sglang.experts, "serve it with vLLM")
+        return _refuse(sglang.experts, "serve it with vLLM")
 
     if any(is_embedding(weight.module) for weight, _ in decisions.kinds):
-        return Refusal(None, None, "it loads no quantized embedding", "it loads without --quantize-embeddings")
+        return _refuse("it loads no quantized embedding", "it loads without --quantize-embeddings")
 
     for _, chosen in decisions.kinds:
         if "SGLang" not in chosen.engines:
-            return Refusal(None, None, f"it does not support {chosen.name}", "try another scheme")
+            return _refuse(f"it does not support {chosen.name}", "try another scheme")
 
     quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
 
@@ -88,30 +91,26 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     for module, chosen in sorted(quantized, key=lambda layer: not entry.experts(layer[0])):
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
-            return Refusal(None, None, f"it loads no experts in {_name_in_full(chosen)}", hint)
+            return _refuse(f"it loads no experts in {_name_in_full(chosen)}", hint)
 
         refusal = find_refusal(sglang.refused, chosen, bool(entry.experts(module)))
         if refusal is not None:
             return refusal
 
     if any(entry.rule(module).plain for module, _ in quantized):
-        return Refusal(
-            None, None, f"it builds {_list_patterns(sglang.plain)} in bfloat16", "it loads with --ignore for these"
-        )
+        return _refuse(f"it builds {_list_patterns(sglang.plain)} in bfloat16", "it loads with --ignore for these")
 
     packed = (module for module, chosen in quantized if chosen.format.codes == "weight_packed")
     if any(entry.rule(module).unpacked for module in packed):
         why = f"it accepts no packed codes for {_list_patterns(sglang.unpacked)}"
-        return Refusal(None, None, why, "it loads with --ignore for these")
+        return _refuse(why, "it loads with --ignore for these")
 
     if sglang.head is not None and len(quantized) < len(decisions.kinds):
-        return Refusal(None, None, sglang.head, "it loads without --quantize-lm-head")
+        return _refuse(sglang.head, "it loads without --quantize-lm-head")
 
     uneven = any(decision.scheme is None or not is_head(module) for module, decision in decisions.overrides.items())
     if quantized and uneven and scheme.method in sglang.uniform_formats:
-        return Refusal(
-            None, None, "it finds none of these layers by name", "it loads if all layers have the same scheme"
-        )
+        return _refuse("it finds none of these layers by name", "it loads if all layers have the same scheme")
 
     return _refuse_cache_scales(sglang, decisions) or _refuse_mixture(entry, decisions, quantized)
 
@@ -127,12 +126,12 @@ def _refuse_mixture(
     )
     if mixed and any(int32_experts):
         hint = "give the experts --scheme-for nvfp4, or all layers the same scheme"
-        return Refusal(None, None, "it loads int32-packed experts only if all layers are int32-packed", hint)
+        return _refuse("it loads int32-packed experts only if all layers are int32-packed", hint)
 
     # It takes the block size from the config group of all Linear layers (compressed_tensors.py:272-279).
     blocks = (module for module, chosen in quantized if chosen.name == "block" and not entry.experts(module))
     if decisions.scheme and decisions.scheme.name != "block" and any(blocks):
-        return Refusal(None, None, "it loads blocks only if most layers have them", "it loads -w 128 with --scheme-for")
+        return _refuse("it loads blocks only if most layers have them", "it loads -w 128 with --scheme-for")
     return None
 
 
@@ -142,9 +141,9 @@ def _refuse_cache_scales(sglang: SGLangLimits, decisions: Decisions) -> Refusal 
         return None
     scales = [kept.value for kept in decisions.passthrough if kept.value is not None]
     if sglang.cache_of_ones and any(scale != 1.0 for scale in scales):
-        return Refusal(None, None, sglang.cache, "it loads without --calibration")
+        return _refuse(sglang.cache, "it loads without --calibration")
     if scales and not sglang.cache_of_ones:
-        return Refusal(None, None, sglang.cache, "it loads without --kv-cache")
+        return _refuse(sglang.cache, "it loads without --kv-cache")
     return None
 
 
