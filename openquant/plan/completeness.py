@@ -222,12 +222,8 @@ class _Comparer:
 
     def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
         """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
-        values: dict[str, list[str]] = {}
-        for child, (key, _) in layers.choices.items():
-            said = self.config.by_layer(key, min(length, _MOST_LOST))
-            if said is not None:
-                values[child] = said
-        return values
+        said = {child: self.config.by_layer(key, min(length, _MOST_LOST)) for child, (key, _) in layers.choices.items()}
+        return {child: values for child, values in said.items() if values is not None}
 
     def _count(self, rule: TensorRule) -> int:
         if not rule.repeats:
