@@ -118,10 +118,8 @@ def source_commit(card: str, repo: str) -> str | None:
 
 def _own_part(card: str) -> str:
     """Return the part of a card that openquant wrote; "" if there is none."""
-    span = _own_span(card)
-    if span is None:
-        return ""
-    return card[slice(*span)]
+    start, end = _own_span(card) or (0, 0)
+    return card[start:end]
 
 
 def _own_span(card: str) -> tuple[int, int] | None:
@@ -145,10 +143,9 @@ def source_text(card: str) -> str:
         card: the text of README.md.
     """
     span = _own_span(card)
-    text = split_card(card)[2]
-    if span is not None and _MADE.search(card, *span):
-        text = card[span[1] :].removeprefix(SOURCE_HEADING)
-    return text
+    if span is None:
+        return split_card(card)[2]
+    return card[span[1] :].removeprefix(SOURCE_HEADING)
 
 
 def with_evaluation(card: str, evaluation: str) -> str:
@@ -516,7 +513,6 @@ def evaluation_notes(root: Path) -> list[str]:
         if not (root / EVAL_FILE).is_file():
             command = f"openquant eval {shell_word(os.fspath(root))} --source SOURCE"
             return [f"no figures are added to the card: {command}, then push again"]
-        evaluation = read_evaluation(root)
-        shown = _shown(root, evaluation)
+        shown = _shown(root, read_evaluation(root))
     names = [name for name, is_shown in shown.items() if not is_shown]
     return [f"{name} is of another evaluation than {EVAL_FILE}, and is left out" for name in names]
