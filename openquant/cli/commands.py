@@ -74,8 +74,7 @@ class Call:
         if self.command.json:
             console.print_json(result if isinstance(result, dict) else result.to_json(), self.interrupts)
         else:
-            shown = text(result, *more, console.columns())
-            console.say(shown, sys.stdout, coloured=coloured)
+            console.say(text(result, *more, console.columns()), sys.stdout, coloured=coloured)
         return 0
 
     def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:

@@ -507,8 +507,7 @@ def require_one_model(
     """
     facts = []
     for model in (source_model, output_model):
-        embedding = model.model.get_input_embeddings()
-        size = getattr(embedding, "num_embeddings", None)
+        size = getattr(model.model.get_input_embeddings(), "num_embeddings", None)
         layers = sum(not isinstance(module, nn.Embedding) for module in model.units.values())
         facts.append((type(model.model).__name__, f"{size} tokens", f"{layers} layers"))
 

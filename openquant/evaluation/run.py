@@ -143,8 +143,7 @@ def _encode_tasks(
     """Make tokens of the questions of tasks."""
     from .task_passes import TaskRequests, encode_requests, longest_sequence
 
-    longest = longest_sequence(source.config, tokenizer)
-    requests = encode_requests(tasks.requests, tokenizer, longest)
+    requests = encode_requests(tasks.requests, tokenizer, longest_sequence(source.config, tokenizer))
     # Private directories are not published.
     given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
     return TaskRequests(tasks, requests, given, options.limit, texts.length)

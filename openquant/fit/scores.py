@@ -225,8 +225,7 @@ def measure_mixtures(
             checkpoint=texts.checkpoint,
         )
 
-    changed = {key: total / run.tokens for key, total in run.changed.items()}
-    return run.records, changed
+    return run.records, {key: total / run.tokens for key, total in run.changed.items()}
 
 
 @dataclass

@@ -80,8 +80,7 @@ class Session:
     @cached_property
     def _target(self) -> Destination:
         """The file of scores."""
-        source = self.opened.source
-        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES)
+        target = Destination(self.directory / f"{self.opened.source.name}{SUFFIX}", "", SCORES)
         target.require()
         return target
 
@@ -203,8 +202,7 @@ class Session:
         given = self.texts
         wanted = Texts(given.text, dataset=given.dataset, samples=max(samples, len(given.text)), length=length)
         opened = self.opened
-        tokenizer = find_tokenizer(opened.source, opened.checkpoint)
-        return read_corpus(wanted, tokenizer, purpose)
+        return read_corpus(wanted, find_tokenizer(opened.source, opened.checkpoint), purpose)
 
     def _model(self) -> StreamedModel:
         from ..streaming.model import StreamedModel

@@ -596,8 +596,7 @@ def read_activation_quantization(activations: Mapping[str, Any] | None) -> Activ
         if type(size) is int and size > 0:
             groups["group"] = (1, size)
 
-    strategy = activations.get("strategy")
-    group = groups.get(str(strategy))
+    group = groups.get(str(activations.get("strategy")))
 
     if number is None or group is None or activations.get("symmetric") is False:
         text = json.dumps(activations)

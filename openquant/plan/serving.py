@@ -460,8 +460,7 @@ def _layer_memory(
         # Without a key for KV heads there are as many as query heads, as vLLM transformers_utils/
         # model_arch_config_convertor.py:150 counts them.
         heads = full_heads or _count(config, cached.heads) or _count(config, HEADS)
-    bf16 = cached.bf16 or 2 * sum(counts)
-    return CachedLayers(bf16, cached.fp8 or sum(counts), window, heads)
+    return CachedLayers(cached.bf16 or 2 * sum(counts), cached.fp8 or sum(counts), window, heads)
 
 
 def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]) -> int:

@@ -460,8 +460,7 @@ class _Worker:
             held = f"{float(values[index]):g}"
             if info.shape:
                 held += f" at {[int(axis) for axis in index]}"
-            place = self._place(info.name)
-            self._problem(f"{place} holds {held}: scales are finite and {allowed}")
+            self._problem(f"{self._place(info.name)} holds {held}: scales are finite and {allowed}")
             return None
 
         if values.size == 1:

@@ -227,8 +227,7 @@ class _Verification:
         self._check_recomputed_shared_scales(self.headers.entry)
 
         cache = [info.name for info in self.cache_scales]
-        chosen = self.facts.static_scales
-        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen)
+        self.problems += check_static_scales(self.headers, self.contents.scales, cache, self.facts.static_scales)
 
     def _report_lost_weights(self) -> None:
         """Report layers whose weights became zero, as far as codes or the source show it."""

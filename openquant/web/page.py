@@ -135,8 +135,7 @@ class Page:
             words = push_words(output, name.strip(), private, create_pr)
         except OpenQuantError as problem:
             return problem_html(problem), gr.skip()
-        added = self.runs.add(output.name, [words])
-        return "", added.id
+        return "", self.runs.add(output.name, [words]).id
 
     def _check_mixture(self, choice: Chosen) -> None:
         """Check the options of a mixture, which is planned only when it is measured."""
