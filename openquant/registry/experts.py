@@ -378,7 +378,6 @@ DEEPSEEK_V4 = model(
 )
 
 # An output gate of attention, and several streams of hidden states.
-HY_V4_DRAFT = "model.mtp_layers.*"
 HY_V4 = model(
     "HYV4ForCausalLM",
     replace(LATENT, cached=DEEPSEEK_V32.cached),
@@ -390,7 +389,7 @@ HY_V4 = model(
         # vLLM models/hy_v4/nvidia/hc.py:63 builds them without a quantization.
         Keep(".hc_{attn,mlp}_layer.hc_pre.hc_fn", STREAMS),
         Keep("model.hc_head.hc_head_fn", STREAMS),
-        Keep(f"{HY_V4_DRAFT}.**", MTP_LAYER),
+        Keep("model.mtp_layers.*.**", MTP_LAYER),
     ),
     # models/hy_v4/nvidia/mtp.py:267 renames the ignore list of one of the formats so; all published models have 78
     # layers.

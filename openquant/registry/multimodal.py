@@ -20,7 +20,7 @@ from .architecture import (
     StackedExperts,
 )
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
-from .experts import DEEPSEEK_V32, ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
+from .experts import DEEPSEEK_V32, ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE, ROUTED
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .parts import (
     ATTENTION,
@@ -38,7 +38,6 @@ from .parts import (
     gated_mlp,
     model,
     plain,
-    routed_experts,
     sglang_refuses,
     stacked_experts,
     wrap,
@@ -48,11 +47,11 @@ from .parts import (
 # transformers 5 omits vision_model.
 TOWER = ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower.")
 LANGUAGE_MODEL = ("language_model.model.", "model.language_model.")
+PROJECTED = ("vision_tower", "multi_modal_projector")
 GEMMA3_WRAPPED = wrap(
     replace(LLAMA, windows=WINDOWS["Gemma3"]),
     "Gemma3ForConditionalGeneration",
-    "vision_tower",
-    "multi_modal_projector",
+    *PROJECTED,
     spellings=(LANGUAGE_MODEL, TOWER),
 )
 # vLLM builds everything around the language model without quantization (models/gemma3n_mm.py:616-626).
@@ -69,8 +68,7 @@ GEMMA3N_WRAPPED = wrap(
 MISTRAL3_WRAPPED = wrap(
     LLAMA,
     "Mistral3ForConditionalGeneration",
-    "vision_tower",
-    "multi_modal_projector",
+    *PROJECTED,
     # SGLang names the language model as if it had no wrapper.
     spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
     refused=(
@@ -156,7 +154,6 @@ LLAMA4_WRAPPED = wrap(
     ),
 )
 
-PROJECTED = ("vision_tower", "multi_modal_projector")
 # The language model may be any, dense or with experts: Qwen2, Qwen3, Llama (vLLM models/interns1.py:613).
 INTERNVL = wrap(
     QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
@@ -333,7 +330,7 @@ DEEPSEEK_OCR = wrap(
         attention(listed_as="qkv_proj"),
         gated_mlp(".mlp", listed_as="gate_up_proj"),
         gated_mlp(".mlp.shared_experts", listed_as="gate_up_proj"),
-        routed_experts(".mlp.experts"),
+        ROUTED,
         nameless=(".self_attn.{q,k,v,o}_proj",),
     ),
     "DeepseekOCRForCausalLM",
