@@ -96,11 +96,8 @@ GRANITE_EXPERTS = routed_experts(
     experts=stacked_experts(".block_sparse_moe.experts", "input_linear", "output_linear", beside=True),
     router=".block_sparse_moe.router.layer",
 )
-# transformers loads stacked experts only.
-GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS)
 # The shared expert has gate and up in one tensor too.
 GRANITE_SHARED = plain(".shared_mlp", "input_linear", "output_linear", GATE_UP)
-GRANITE_MOE_SHARED = model("GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED)
 # The same with experts as in transformers 5: gate and up in one stack.
 GRANITE_MOE_SWA = model(
     "GraniteMoeSWAForCausalLM",
@@ -450,8 +447,9 @@ ENTRIES = (
     model("FlexOlmoForCausalLM", ATTENTION, ROUTED),
     model("Cohere2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, windows=SlidingWindows(4, PATTERN)),
     DEEPSEEK,
-    GRANITE_MOE,
-    GRANITE_MOE_SHARED,
+    # transformers loads stacked experts only.
+    model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS),
+    model("GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED),
     GRANITE_MOE_SWA,
     HUNYUAN_MOE,
     ERNIE_MOE,

@@ -117,7 +117,6 @@ OLMO_DELTA = LayerPart(
     ),
     states=(replace(DELTA_STATE, pattern=".linear_attn.q_conv1d"), RecurrentState(".linear_attn.{k,v}_conv1d")),
 )
-OLMO_HYBRID = model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP)
 
 # Saved without its vision tower, it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
@@ -586,7 +585,7 @@ MINIMAX_M3 = model(
 
 ENTRIES = (
     QWEN3_NEXT,
-    OLMO_HYBRID,
+    model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP),
     MAMBA2_ALONE,
     JAMBA,
     QWEN3_5,

@@ -415,7 +415,6 @@ NEMOTRON_OMNI = wrap(
     sglang=NEMOTRON_H.sglang,
 )
 
-EMU3 = wrap(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)
 HUNYUAN_VL = wrap(LLAMA, "HunYuanVLForConditionalGeneration", "vit", "vision_tower", layers=EITHER, sglang=NO_GROUPS)
 VIBEVOICE_ASR = wrap(
     LLAMA,
@@ -507,7 +506,7 @@ ENTRIES = (
         replace(NEMOTRON_OMNI, name=f"NemotronH_{name}")
         for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
     ),
-    EMU3,
+    wrap(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS),
     HUNYUAN_VL,
     VIBEVOICE_ASR,
     PADDLE_OCR,
