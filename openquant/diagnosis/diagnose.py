@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..convert.conversion import ShardProvider, loops, worth_compiling
-from ..errors import SourceError
-from ..files.shardfile import TensorInfo
+from ..files.shardfile import Location, TensorInfo
 from ..formats.format import Format, Group, widen
 from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, Scales, choose_scales, choose_shared_scale, to_float32
 from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
@@ -28,7 +27,7 @@ from ..formats.schemes import SCHEMES, Scheme
 from ..plan.plan import Plan
 from ..streaming.session import Stopped, work_as_shards_arrive
 from ..weights.quant_error import relative_error, row_energies
-from ..weights.reading import DAMAGED_WEIGHTS, Reader
+from ..weights.reading import Reader, require_finite
 from ..weights.weight import Weight
 from .result import LayerDiagnosis
 
@@ -202,9 +201,7 @@ class _FusedLayers:
         step = sample_step(weight.shape)
 
         for bits in self.reader.rows(weight, ranges.height):
-            if not ranges.add(low, bits):
-                extent = weight.extent(self.reader.where)
-                raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
+            ranges.add(low, bits, self.reader.where)
 
             first = (step // 2 - low) % step
             samples.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
@@ -333,28 +330,27 @@ class WeightRanges:
         """The number of rows of each piece but the last must be a multiple of this."""
         return math.lcm(*(fmt.group[0] or 1 for fmt in self._grids))
 
-    def add(self, low: int, bits: Bits) -> bool:
+    def add(self, low: int, bits: Bits, where: Mapping[str, Location]) -> None:
         """Add the next piece of the layer; pieces come in the order of the rows.
 
         Args:
             low: index of its first row.
             bits: bits of its weights, uint16 or uint32 [n, in]; n is a multiple of `height`, except in the last piece.
+            where: shard and offset of each tensor, by name.
 
-        Returns:
-            Whether all weights are finite. If not, the ranges are incomplete and must not be used.
+        Raises:
+            SourceError: it holds NaN or infinity.
         """
         dtype = self.weight.dtype
         for fmt, grid in self._grids.items():
             grid.append(self._loops.absmax(bits, dtype, fmt.group))
         grids = [grid[-1] for grid in self._grids.values()] or [self._loops.absmax(bits, dtype, (None, None))]
         largest = grids[0].max(keepdims=True)
-        if not np.isfinite(largest).all():
-            return False
+        require_finite(self.weight, largest, where)
         if largest > self.absmax:
             self.absmax = largest
             row = int(self._loops.absmax(bits, dtype, (1, None)).argmax())
             self.absmax_row = RowSample(np.array([low + row]), bits[row : row + 1].copy())
-        return True
 
     def scales(self, scheme: Scheme, rows: RowSample, shared_absmax: Floats) -> tuple[Group, Scales]:
         """Choose the scales of some rows, once all pieces are added.
