@@ -44,7 +44,7 @@ from ..files.model_files import parse_json, read_small
 from ..formats.format import ActivationQuantization, Format, GlobalScale, Scale
 from ..formats.numbers import E2M1, E4M3, cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
-from ..formats.reference import decode, encode, group_absmax, group_scale
+from ..formats.reference import decode, encode, group_absmax, group_scale, round_values
 from ..machine import available_memory
 from ..models import GENERIC
 from ..plan.architecture import known_architecture
@@ -275,16 +275,15 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
     floor = _SMALLEST_POWER if inputs.power_of_two else SMALLEST_SCALE
     fmt = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=floor))
 
-    if inputs.static:
-        assert scale is not None
-        scales = tokens.new_full((1, 1), scale)
-    elif inputs.has_global_scale:
+    if inputs.has_global_scale:
         assert scale is not None
         scales = group_scale(group_absmax(tokens, inputs.group), _LOCAL, tokens.new_full((1, 1), scale))
+        rounded = decode(encode(tokens, scales, fmt), scales, fmt)
+    elif inputs.static:
+        assert scale is not None
+        rounded = round_values(tokens, tokens.new_full((1, 1), scale), fmt)
     else:
-        scales = group_scale(group_absmax(tokens, inputs.group), fmt)
-
-    rounded = decode(encode(tokens, scales, fmt), scales, fmt)
+        rounded = round_values(tokens, group_scale(group_absmax(tokens, inputs.group), fmt), fmt)
     return rounded[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
 
 

@@ -22,8 +22,9 @@ from openquant.evaluation.as_served import (
     refuse_latent_cache,
     round_activations,
 )
-from openquant.formats.format import ActivationQuantization
-from openquant.formats.numbers import E2M1, E4M3, INT8
+from openquant.formats.format import ActivationQuantization, Format, Scale
+from openquant.formats.numbers import E2M1, E4M3, INT8, Number
+from openquant.formats.reference import decode, encode, group_absmax, round_values
 from openquant.formats.schemes import NVFP4_W4A4
 from openquant.streaming.interleaved import ExpertWeights
 
@@ -92,6 +93,15 @@ def test_values_are_those_of_a_plain_implementation(subtests: pytest.Subtests) -
                 # The scale is a float32 here: a value between two codes may go either way.
                 torch.testing.assert_close(found, plainly(x, inputs), rtol=2**-7, atol=0)
                 assert (found != plainly(x, inputs)).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("number", [E4M3, INT8])
+def test_no_codes_are_needed(number: Number) -> None:
+    x = torch.cat([values(64, 256).float(), torch.tensor([[1e30, -1e30, 0.0, -0.0] * 64])])
+    for group in [(1, None), (None, None), (1, 128)]:
+        fmt = Format(number, group, Scale(""))
+        scale = group_absmax(x, group).clamp(1e-6, 1e6) / number.largest
+        assert torch.equal(round_values(x, scale, fmt), decode(encode(x, scale, fmt), scale, fmt))
 
 
 def test_a_stored_scale_is_taken_as_it_is() -> None:
