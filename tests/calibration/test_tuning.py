@@ -62,7 +62,7 @@ class Problem:
         """The curvature with its ridge and damping, float64 [out, out]."""
         whole = torch.block_diag(*self.outputs)[:ROWS, :ROWS].double()
         whole /= whole.diagonal().mean()
-        return whole + torch.diag(0.2 * whole.diagonal() + 1.2 * 3)
+        return whole + torch.diag(0.2 * whole.diagonal() + 1.2 * tuning.RIDGE)
 
     def wide(self, values: Tensor) -> Tensor:
         """[out / height, groups] -> [out, in]."""
