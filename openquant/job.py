@@ -75,7 +75,7 @@ class Opened:
         budget: int,
         directory: Path,
         processes: int = 1,
-        hashes: bool = False,
+        fingerprint: Fingerprint | None = None,
     ) -> Iterator[TextRun]:
         """Give the model its shards as they arrive, for texts that run through it.
 
@@ -86,7 +86,7 @@ class Opened:
             budget: bytes of them that stay in memory.
             directory: has the file for the others.
             processes: processes of this machine that have such a file each.
-            hashes: whether the source's shards are hashed on the way.
+            fingerprint: gets the hash of each of the source's shards on the way; None for no hashes.
 
         Yields:
             The texts and the model.
@@ -98,7 +98,8 @@ class Opened:
         model = StreamedModel(self.checkpoint, device=self.device)
         progress = session.checked_progress(self.ranks, self.reporter.on_progress)
         place = session.Scratch(directory, budget, self.run.stream, processes)
-        origin = self.source, self.fingerprint()
+        origin = self.source, fingerprint or self.fingerprint()
+        hashes = fingerprint is not None
         with session.streamed_run([origin], hidden, place, self.ranks, hashes, [model]) as scratch:
             yield TextRun(model, corpus, scratch, progress, checkpoint)
 

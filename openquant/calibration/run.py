@@ -233,7 +233,7 @@ def _run(
     hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
 
     where = Path(directory or target.path.absolute().parent)
-    with opened.run_texts(corpus, pass_checkpoint, hidden, budget, where, ranks.local_size, hashes=True) as run:
+    with opened.run_texts(corpus, pass_checkpoint, hidden, budget, where, ranks.local_size, fingerprint) as run:
         statistics, kv_absmax = observe_inputs(run, ranks)
         # Shards that no text went through are read now.
         digest = fingerprint.hexdigest()
@@ -368,16 +368,16 @@ def _round_layers(
 
     fast, half, max_hessian_bytes = _divide_memory(job, corpus.length)
     hidden = hidden_bytes(job.checkpoint, len(corpus.documents) * corpus.length)
-    hashes = calibrating is not None
+    fingerprint = job.fingerprint() if calibrating else None
     where = job.target.absolute().parent
-    with job.run_texts(corpus, pass_checkpoint, hidden, half, where, ranks.local_size, hashes) as run:
+    with job.run_texts(corpus, pass_checkpoint, hidden, half, where, ranks.local_size, fingerprint) as run:
         rounding = partial(round_layers, run, plan, store, loops(fast), max_hessian_bytes, ranks, sensitivities)
-        if calibrating is None:
+        if calibrating is None or fingerprint is None:
             rounding()
         else:
             recorder = InputRecorder(run)
             rounding(recorder, calibrating.choose_transforms)
-            fingerprint = job.fingerprint()
+            # Shards that no text went through are read now.
             found = recorder.inputs(), fingerprint.hexdigest(), corpus.account, recorder.kv_absmax, fingerprint.stamp
             calibrating.target.write(Calibration(*found).to_bytes())
 
