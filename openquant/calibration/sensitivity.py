@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from ..data.corpus import Corpus
 from ..distributed import Ranks
 from ..errors import OpenQuantError
+from ..machine import give_memory_back
 from ..streaming.interleaved import ForwardPass, TextRun, explain_errors, run_interleaved
 from ..streaming.memory import BLOCK, hidden_bytes
 from ..streaming.meta_model import REST
@@ -103,6 +104,7 @@ def find_sensitivities(
     else:
         for number in range(ranks.rank, len(parts), ranks.size):
             weigh(parts[number], open_part(number))
+            give_memory_back()
         ranks.agree(None)
         found = (open_part(number).saved for number in range(len(parts)))
 
