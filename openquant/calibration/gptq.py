@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def round_columns(
         fmt: the format that the weight is stored in.
         zero_point: float32, shaped as `scale`; None for symmetric formats.
         loops: the module that rounds panels of a float32 weight on the CPU: formats.kernels (numpy) or formats.compiled
-            (numba), with equal results. If None, and on a GPU, torch does.
+            (numba), with equal results. If None, and on a GPU, torch does; on a GPU with Triton formats.on_gpu.
 
     Returns:
         float32 [out, in], q = round(w / scale + zero_point) with errors propagated. `Number.encode` makes codes of it;
@@ -131,16 +132,20 @@ def round_columns(
     # Transposed, so that each column is contiguous. Ordering them first would take three times as long.
     columns = weight.T.contiguous()[order]
     errors = columns.clone()
-    groups = torch.div(order, fmt.group[1] or cols, rounding_mode="floor").cpu().numpy()
+    groups = torch.div(order, fmt.group[1] or cols, rounding_mode="floor")
     zero_points = None if zero_point is None else of_rows(zero_point)
     tensors = ColumnRounding(columns, errors, propagation.coefficients, groups, of_rows(scale), zero_points)
 
-    if loops is None or weight.device.type != "cpu":
+    if weight.is_cuda and find_spec("triton") is not None:
+        from ..formats import on_gpu
+
+        round_panel = partial(on_gpu.round_panel, tensors, fmt.number)
+    elif loops is None or weight.device.type != "cpu":
         round_panel = partial(
             kernels.round_panel, tensors, fmt.number, nearest=lambda quotients: nearest(quotients.float(), fmt.number)
         )
     else:
-        arrays = ColumnRounding(*(part.numpy() if isinstance(part, Tensor) else part for part in tensors))
+        arrays = ColumnRounding(*(part if part is None else part.numpy() for part in tensors))
         round_panel = partial(loops.round_panel, arrays, fmt.number)
     work_in_panels(columns, errors, propagation.coefficients, 0, cols, round_panel)
 

@@ -7,7 +7,7 @@ format         a Format is how one weight is stored, whichever tool wrote it: a 
 schemes        a Scheme is a Format that the user can ask for ("tensor", "int8"), its config, what engines do with it,
                and the clip ratios that its search tries
 kernels        the scales and zero points of weights, weights to codes and back, with numpy; `compiled` does the same
-               with numba, `reference` with torch
+               with numba, `reference` with torch; `on_gpu` has GPTQ's loop with Triton
 quantization   reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ, GPTQ, auto-round and
                Quark
 hardware       on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name; names of schemes

@@ -429,7 +429,7 @@ class ColumnRounding(NamedTuple):
     columns: Any
     errors: Any
     coefficients: Any
-    groups: npt.NDArray[np.int64]
+    groups: Any
     scales: Any
     zero_points: Any
 
