@@ -32,6 +32,9 @@ RIDGE = 1.0
 ROUNDS = 6
 # Of conjugate gradients: on SmolLM2's first layers two leave as much of the loss as twelve.
 STEPS = 2
+# By which the scale of a group is multiplied for those that are tried, each with all codes of the group rounded anew:
+# from a half to two, close together near one.
+FACTORS = torch.exp2(torch.linspace(-1, 1, 32) * torch.linspace(-1, 1, 32).abs())
 _TINY = 1e-30
 
 
@@ -58,8 +61,8 @@ def stored_scales(fmt: Format, scale: Floats, global_scale: Floats | None) -> Fl
         global_scale: float32 of one element; None if the format has none.
     """
     stored = fmt.encode_scales(scale, global_scale).view(np.uint8)
-    values = scale_values(stored.reshape(-1), fmt.scale.dtype).reshape(scale.shape)
-    return values if global_scale is None else values / global_scale
+    values = scale_values(stored.reshape(-1), fmt.scale.dtype)
+    return (values if global_scale is None else values / global_scale.reshape(-1)).reshape(scale.shape)
 
 
 def _solve(multiply: Callable[[Tensor], Tensor], diagonal: Tensor, right: Tensor) -> Tensor:
@@ -173,8 +176,7 @@ class Tuning:
             # Where all codes are zero the scale stays.
             refitted = scale + _solve(multiply, torch.where(diagonal > 0, diagonal, 1.0), gradient).reshape(-1)
 
-            stored = torch.from_numpy(stored_scales(self.fmt, refitted.numpy(), self.global_scale))
-            stored = torch.where(torch.isfinite(stored) & (stored * scale > 0), stored, scale)
+            stored = self._stored(refitted, scale)
             later = slice(columns.stop, None)
             weighed[later].addmm_(self.hessian[later, columns], values * (scale - stored))
             self.scales[group] = stored
@@ -198,15 +200,47 @@ class Tuning:
         move_panel = partial(compiled.move_panel, descent, self.fmt.number)
         work_in_panels(weighed, changes, self.hessian, 0, self.shape[1], move_panel)
 
+    def move_groups(self) -> None:
+        """Move the scale of each group of a row to the best of some near it, each with its codes rounded anew."""
+        # numba is optional; --tune is refused without it.
+        from ..formats import compiled
+
+        if self.height != 1 or self.width > BLOCK:
+            return
+
+        weighed = self._weigh_errors()
+        for group, (scale, zero) in enumerate(zip(self.scales, self.zeros, strict=True)):
+            columns = self._columns_of(group)
+            hessian = self.hessian[columns, columns].contiguous()
+            root = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1).T.contiguous()
+
+            values = self.quotients[columns].T.contiguous()
+            before = (values - zero[:, None]) * scale[:, None]
+            tried = self._stored(torch.outer(FACTORS, scale), scale).T.contiguous()
+            pulls = (self.outputs @ self._by_block(weighed[columns])).flatten(0, 1)
+            tensors = (values, scale, zero, tried, pulls, self.outputs, hessian, torch.linalg.inv(hessian), root)
+            compiled.move_groups([tensor.numpy() for tensor in tensors], self.fmt.number)
+
+            self.quotients[columns] = values.T
+            changes = before - (values - zero[:, None]) * scale[:, None]
+            later = slice(columns.stop, None)
+            weighed[later].addmm_(self.hessian[later, columns], changes.T)
+
+    def _stored(self, scales: Tensor, otherwise: Tensor) -> Tensor:
+        """The values of scales once they are stored; others where they would be none, or of another sign."""
+        stored = torch.from_numpy(stored_scales(self.fmt, scales.numpy(), self.global_scale))
+        return torch.where(torch.isfinite(stored) & (stored * otherwise > 0), stored, otherwise)
+
     def run(self) -> tuple[Tensor, Tensor]:
         """Move scales and codes.
 
         Returns:
-            The quotients and scales, shaped as those given. Scales of whole rows and of groups of a row move, unless
-            they are powers of two; all of them can be stored.
+            The quotients and scales, shaped as those given. Scales of whole rows, unless they are powers of two, and of
+            groups of a row move; all of them can be stored.
         """
         for _ in range(ROUNDS):
             self.refit_scales()
+            self.move_groups()
             self.move_codes()
         self.refit_scales()
 

@@ -258,6 +258,19 @@ def move_panel(weight: Sequence[Any], number: Number, low: int, high: int) -> No
     _move_panel(*weight, low, high, *_range(number))
 
 
+def move_groups(group: Sequence[Floats], number: Number) -> None:
+    """Give each row the best of some scales for a group of columns, and its codes there; all other rows are held.
+
+    Args:
+        group: the values of codes [out, width] and scales [out], which are overwritten; zero points [out]; the scales
+            that are tried [out, n]; how all errors pull at each weight [out, width], which is overwritten; the
+            curvature over outputs [blocks, BLOCK, BLOCK]; the Hessian H of these columns, its inverse, and the lower
+            triangular R with H = R'R, all [width, width].
+        number: numeric format of the codes.
+    """
+    _move_groups(*group, *_range(number))
+
+
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
     """Round finite values to bfloat16, ties to even.
 
@@ -746,3 +759,67 @@ def _move_panel(quotients, weighed, changes, hessian, outputs, groups, scales, l
                 coefficient = hessian[column, later]
                 for i in range(rows):
                     into[i] += f32(coefficient * change[i])
+
+
+@_compile
+def _move_groups(values, scales, zeros, tried, pulls, outputs, hessian, inverse, root, least, most, normal, rounds):
+    lowest = f32(normal).view(u32)
+    rows = outputs.shape[1]
+    width = values.shape[1]
+    target = np.empty(width, f32)
+    codes = np.empty((width, tried.shape[1]), f32)
+    errors = np.empty((width, tried.shape[1]), f32)
+    carried = np.empty(tried.shape[1], f32)
+    losses = np.empty(tried.shape[1], f32)
+
+    for row in range(values.shape[0]):
+        together = outputs[row // rows, row % rows]
+        own = together[row % rows]
+        line = values[row]
+        near = tried[row]
+        pull = pulls[row]
+        scale = scales[row]
+        zero = zeros[row]
+
+        # What the weights were if no code were needed, and what the codes lose beside that.
+        target[:] = f32(0)
+        for i in range(width):
+            for j in range(width):
+                target[j] += f32(inverse[i, j] * pull[i])
+        least_loss = f32(0)
+        for i in range(width):
+            target[i] /= own
+            least_loss += f32(target[i] * f32(pull[i] / own))
+            target[i] += f32(f32(line[i] - zero) * scale)
+
+        # Rounded to that as GPTQ rounds, with each of the scales.
+        losses[:] = f32(0)
+        for i in range(width):
+            carried[:] = f32(0)
+            for j in range(i):
+                for k in range(carried.size):
+                    carried[k] += f32(root[i, j] * errors[j, k])
+            for k in range(carried.size):
+                best = f32(target[i] - f32(carried[k] / root[i, i]))
+                code = _nearest(f32(f32(best / near[k]) + zero), least, most, lowest, rounds)
+                codes[i, k] = code
+                errors[i, k] = f32(f32(code - zero) * near[k]) - target[i]
+                off = f32(f32(root[i, i] * errors[i, k]) + carried[k])
+                losses[k] += f32(off * off)
+
+        best_of = np.argmin(losses)
+        if not losses[best_of] < f32(least_loss * f32(0.99999)):
+            continue
+        for i in range(width):
+            target[i] = f32(f32(line[i] - zero) * scale) - f32(f32(codes[i, best_of] - zero) * near[best_of])
+            line[i] = codes[i, best_of]
+        scales[row] = near[best_of]
+
+        # Later rows of the block answer to the change.
+        pull[:] = f32(0)
+        for i in range(width):
+            for j in range(width):
+                pull[j] += f32(hessian[i, j] * target[i])
+        for later in range(row + 1, (row // rows + 1) * rows):
+            for i in range(width):
+                pulls[later, i] += f32(together[later % rows] * pull[i])
