@@ -84,7 +84,7 @@ def round_layers(
             more has its inputs in a file beside the store, and one part of them in memory at a time.
         ranks: the processes that share the layers: rank 1 of 4 rounds layers 1, 5, 9, ...; None for this one alone.
         sensitivities: how much tokens count in the Hessians of Linears, by group (`hessian_groups`), and outputs in the
-            errors; None if all count alike, as they do in experts.
+            errors; all count alike where nothing is said of them, as of experts. None if no scale and code moves.
         recorder: records the inputs of all layers while texts run, for a calibration; None if there is one.
         choose_transforms: chooses how the weights of a layer are smoothed before they are rounded, from what the
             recorder says of it; None if the plan says how.
@@ -114,6 +114,11 @@ def round_layers(
         hessian = units[model.unit_of(name)].linears[name]
         hessian.sensitivity = tokens.get(group)
         hessian.outputs = {module: outputs[linear] for module, linear in hessian.linears.items() if linear in outputs}
+    if sensitivities is not None:
+        alike = torch.eye(BLOCK)
+        for hessian in itertools.chain.from_iterable(found.hessians for found in units.values()):
+            for weight, _ in hessian.weights:
+                hessian.outputs.setdefault(weight.module, alike.expand(-(-weight.shape[0] // BLOCK), -1, -1))
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
@@ -427,8 +432,8 @@ class Hessian:
             dense layers.
         linears: names of the Linears that hold one of the weights and no other, by the weight's module.
         sensitivity: float32 [documents, tokens], by which squared inputs are weighed; None if all tokens count alike.
-        outputs: the curvature over a weight's outputs, float32 [blocks, BLOCK, BLOCK], by its module; none if all
-            outputs count alike.
+        outputs: the curvature over a weight's outputs, float32 [blocks, BLOCK, BLOCK], by its module; none if weights
+            are not tuned.
         accumulating: whether `add` adds.
         kept: where `add` keeps inputs of a Hessian that accumulates later; None if it does not.
         tokens: number of tokens added.

@@ -173,7 +173,7 @@ def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: 
         groups = hessian_groups(find_hessians(model, plan).values(), plan.entry)
         store = LayerStore(tmp_path / name, "0" * 64)
         store.claim()
-        sensitivities = Sensitivities(dict.fromkeys(groups.values(), weights), {}) if weighed else None
+        sensitivities = Sensitivities(dict.fromkeys(groups.values(), weights) if weighed else {}, {})
         round_layers(TextRun(model, corpus), plan, store, kernels, 1 << 30, sensitivities=sensitivities)
         return [path.read_bytes() for path in sorted((tmp_path / name).glob("*.safetensors"))]
 
@@ -184,7 +184,8 @@ def test_a_document_that_counts_nothing_changes_nothing(shelf: Shelf, tmp_path: 
 def test_each_weight_is_tuned_by_the_curvature_of_its_own_outputs(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = shelf.source("Qwen3ForCausalLM")
+    """Of experts, for whose outputs none was found, each output counts by itself."""
+    root = shelf.source("Qwen3MoeForCausalLM")
     checkpoint, weights = open_checkpoint(root), small_checkpoints.read(root)
     plan = make_plan(checkpoint, SCHEMES["channel"], PlanOptions(gptq=CORPUS.account))
     model = StreamedModel(checkpoint)
@@ -194,7 +195,7 @@ def test_each_weight_is_tuned_by_the_curvature_of_its_own_outputs(
 
     class Unmoved(Tuning):
         def __post_init__(self) -> None:
-            [name] = [name for name in names if weights[f"{name}.weight"].float().equal(self.weight)]
+            [name] = [name for name in plan.layers if weights[f"{name}.weight"].float().equal(self.weight)]
             found[name] = self.outputs
 
         def run(self) -> tuple[Tensor, Tensor]:
@@ -205,8 +206,10 @@ def test_each_weight_is_tuned_by_the_curvature_of_its_own_outputs(
     store.claim()
     sensitivities = Sensitivities({}, outputs)
     round_layers(TextRun(model, CORPUS), plan, store, kernels, 1 << 30, sensitivities=sensitivities)
-    assert len(names) == 14 and found.keys() == outputs.keys()
-    assert all(torch.equal(found[name], outputs[name]) for name in names)
+    assert found.keys() == plan.layers.keys() > outputs.keys()
+    for name, blocks in found.items():
+        alike = torch.eye(256).expand(-(-len(weights[f"{name}.weight"]) // 256), 256, 256)
+        assert torch.equal(blocks, outputs.get(name, alike))
 
 
 def shards(root: Path) -> dict[str, bytes]:
