@@ -197,7 +197,7 @@ class InputRecorder:
         return [statistics.state() for _, statistics in self._observed]
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Add what another process, or an interrupted one, has recorded of the same model; nothing if there is none."""
+        """Add what another process, or an interrupted one, has recorded of the same model, if it has."""
         for (_, statistics), state in zip(self._observed, states, strict=False):
             statistics.merge(state)
 

@@ -431,17 +431,20 @@ def texts_steps(opened: Opened, plan: Plan, length: int) -> list[MemoryStep]:
     """
     steps: list[MemoryStep] = []
     search = smoothing.search_memory(plan) if "smoothing" in plan.lacks else 0
+
     if "activations" in plan.lacks:
         path = calibration_path(opened.source, opened.output_directory(summary.suffix(plan)))
         if path.exists() and not opened.run.overwrite:
             steps.append(MemoryStep("reading texts", 0))
         else:
             steps += memory.calibration_steps(opened.checkpoint, length)
+
     if "Hessians" in plan.lacks:
         rounding = memory.gptq_steps(opened.checkpoint, plan, length)
         steps += [replace(step, nbytes=step.nbytes + search) for step in rounding]
         if plan.is_tuned:
             steps += memory.sensitivity_steps(opened.checkpoint, plan, length)
+
     if "smoothing" in plan.lacks:
         steps.append(MemoryStep("choosing smoothing scales", search, models=bool(steps)))
     return steps

@@ -135,7 +135,7 @@ _Found = tuple[int, dict[str, Tensor], dict[str, Tensor]]
 def _weigh_part(
     run: TextRun, groups: Mapping[str, str], budget: int, documents: range, saved_in: PassCheckpoint | None
 ) -> _Found:
-    """Sum up the gradients of some documents; those that the file has are done."""
+    """Add up the gradients of a part of the documents, and go on from its file."""
     model = run.model
     corpus = run.corpus
     recorder = _GradientRecorder(groups, documents, corpus.length)

@@ -290,7 +290,7 @@ class LayerStore:
         self._prefix = run_digest[:16]
 
     def sensitivities(self, part: int) -> Path:
-        """Return the path of the file with how much tokens and outputs count in a part of the documents."""
+        """Return the path of the file of the sensitivities of a part of the documents."""
         return self.path / f"{self._prefix}-{part}.passes.tuned"
 
     def pass_checkpoint(self, rank: int, size: int) -> Path:

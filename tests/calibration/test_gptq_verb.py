@@ -138,6 +138,14 @@ class Watching(Told):
         self.stamps = stamps(self.folder)
 
 
+class Beginning(Watching):
+    """Stops the run as the conversion begins."""
+
+    def on_start(self, total: int, done: int) -> None:
+        super().on_start(total, done)
+        raise Stopped
+
+
 def stamps(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
 
@@ -181,13 +189,19 @@ def test_one_pass_finds_what_two_do(options: dict[str, Any], tmp_path: Path, at_
 
     with pytest.raises(Stopped):
         compress(EXAMPLE, once / "out", reporter=Stopping(once / "out.rounded"), **options)
-    left, reporter = stamps(once / "out.rounded"), Told()
+    left, reporter = stamps(once / "out.rounded"), Beginning(once / "out.rounded")
     assert left and not (once / file.name).exists()
-    compress(EXAMPLE, once / "out", reporter=reporter, **options)
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, once / "out", reporter=reporter, **options)
     [passed] = [note for note in reporter.notes if "tokens" in note]
     assert passed.startswith("GPTQ with 2 documents of 64 tokens: prose (1), code (1); no text was given: ")
     assert passed.endswith(f"; an earlier run is continued; statistics are kept in {once / file.name}")
     assert {path.name: path.read_bytes() for path in once.glob("*.safetensors")} == {file.name: file.read_bytes()}
+
+    # The plan that came of it finds all layers again.
+    later = Watching(once / "out.rounded")
+    compress(EXAMPLE, once / "out", reporter=later, **options)
+    assert later.stamps == reporter.stamps and len(later.stamps) == 4
     assert tree(once / "out") == tree(twice / "out")
 
 
