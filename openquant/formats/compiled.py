@@ -781,15 +781,15 @@ def _move_groups(values, scales, zeros, tried, pulls, outputs, hessian, inverse,
         scale = scales[row]
         zero = zeros[row]
 
-        # What the weights were if no code were needed, and what the codes lose beside that.
+        # What the weights were if they needed no codes, and what the codes lose beside that.
         target[:] = f32(0)
         for i in range(width):
             for j in range(width):
                 target[j] += f32(inverse[i, j] * pull[i])
-        least_loss = f32(0)
+        loss = f32(0)
         for i in range(width):
             target[i] /= own
-            least_loss += f32(target[i] * f32(pull[i] / own))
+            loss += f32(target[i] * f32(pull[i] / own))
             target[i] += f32(f32(line[i] - zero) * scale)
 
         # Rounded to that as GPTQ rounds, with each of the scales.
@@ -808,7 +808,7 @@ def _move_groups(values, scales, zeros, tried, pulls, outputs, hessian, inverse,
                 losses[k] += f32(off * off)
 
         best_of = np.argmin(losses)
-        if not losses[best_of] < f32(least_loss * f32(0.99999)):
+        if not losses[best_of] < f32(loss * f32(0.99999)):
             continue
         for i in range(width):
             target[i] = f32(f32(line[i] - zero) * scale) - f32(f32(codes[i, best_of] - zero) * near[best_of])

@@ -6,6 +6,7 @@ GPU fuses products and sums, so that a few codes differ.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,7 +29,10 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
     rows = weight.columns.shape[1]
     normal = number.normal or 256.0
     limits = -number.largest, 2 * number.span - number.largest, normal, 1.5 * 2**23 * number.smallest / normal
-    _round_panel[triton.cdiv(rows, _ROWS),](*weight, rows, weight.coefficients.stride(), low, high, limits, count=_ROWS)
+    # Triton launches on the current GPU.
+    with torch.cuda.device_of(weight.columns):  # type: ignore[no-untyped-call]
+        grid = (triton.cdiv(rows, _ROWS),)
+        _round_panel[grid](*weight, rows, weight.coefficients.stride(), low, high, limits, count=_ROWS)
 
 
 @triton.jit(do_not_specialize=["low", "high"])
