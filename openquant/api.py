@@ -25,7 +25,7 @@ from .files import destination
 from .files.cards import evaluation_notes, find_notes, metadata_notes, source_of, split_card
 from .files.destination import DiskSpace
 from .files.model_files import CARD_FILE, damaged_json, is_shard, read_small
-from .fit.menu import refuse_options
+from .fit.budget import refuse_options
 from .formats.hardware import KEPT
 from .formats.schemes import SCHEMES, find_scheme
 from .hub.publish import Publisher

@@ -34,18 +34,8 @@ from ..plan.decisions import PlanOptions
 from ..recipes import Request
 from ..result import Reporter, default_reporter
 from ..streaming.memory import memory_left
-from .menu import (
-    UNQUANTIZED,
-    BestMixtures,
-    Budget,
-    Menu,
-    Mixture,
-    bits_per_weight,
-    make_menu,
-    read_budget,
-    read_gpus,
-    weights_on_gpus,
-)
+from .budget import Budget, read_budget, read_gpus, weights_on_gpus
+from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
 from .session import Session
 from .table import Point, SearchResult, words_of_options
 

@@ -33,7 +33,7 @@ from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, Planner
 from ..registry.architecture import is_head
 from ..weights.find import with_tool_config
-from .menu import Budget, allowed_context, read_gpus
+from .budget import Budget, allowed_context, read_gpus
 
 # Memory of the GPUs in a table for no GPU.
 COMMON = (24 * 10**9, 48 * 10**9, 80 * 10**9)

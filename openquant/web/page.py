@@ -12,7 +12,7 @@ import gradio as gr
 from ..errors import OpenQuantError, UsageError
 from ..fields import Option, flags_of
 from ..files.cards import COMMANDS
-from ..fit.menu import read_budget
+from ..fit.budget import read_budget
 from ..formats.hardware import SCHEME_NAMES
 from ..options import FitOptions
 from .choices import ADVANCED, Chosen, Roots, make_sections, push_words

@@ -18,7 +18,7 @@ from openquant.cli.commands import main
 from openquant.diagnosis.result import least_loss
 from openquant.errors import OpenQuantError, PlanError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.fit.menu import allowed_context, read_budget, weights_on_gpus
+from openquant.fit.budget import allowed_context, read_budget, weights_on_gpus
 from openquant.formats.hardware import GPUS
 from openquant.formats.schemes import SCHEMES, find_scheme
 from openquant.plan import summary

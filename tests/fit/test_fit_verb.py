@@ -19,7 +19,8 @@ from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
-from openquant.fit.menu import CHOSEN, UNQUANTIZED, Budget, read_budget, refuse_options, units_of
+from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options
+from openquant.fit.menu import UNQUANTIZED, units_of
 from openquant.fit.run import joined_patterns
 from openquant.fit.session import read_scores, scores_json
 from openquant.formats.hardware import find_gpu
