@@ -30,7 +30,7 @@ def round_panel(weight: ColumnRounding, number: Number, low: int, high: int) -> 
     normal = number.normal or 256.0
     limits = -number.largest, 2 * number.span - number.largest, normal, 1.5 * 2**23 * number.smallest / normal
     # Triton launches on the current GPU.
-    with torch.cuda.device_of(weight.columns):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(weight.columns):
         grid = (triton.cdiv(rows, _ROWS),)
         _round_panel[grid](*weight, rows, weight.coefficients.stride(), low, high, limits, count=_ROWS)
 
