@@ -33,6 +33,7 @@ from .hub.source import silent, supply_shards
 from .job import MOST_WORKERS, Job, Opened, claim_of, connect_ranks, make_job, open_model, prepare, without_collector
 from .machine import available_cpus, peak_rss
 from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, push_target
+from .patterns import list_first
 from .plan import summary
 from .plan.decisions import PlanOptions
 from .plan.plan import (
@@ -47,7 +48,6 @@ from .plan.plan import (
 from .plan.serving import serving_to_json
 from .plan.summary import Explanation, explain_modules
 from .recipes import Request, check_recipe, recipe_of
-from .report.cells import list_first
 from .result import Reporter, Result, default_reporter, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.checks import require_sound

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from .errors import UsageError
@@ -136,6 +136,24 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([number, number])
     texts = [str(low) if low == high else f"{low}..{high}" for low, high in runs]
     return texts[0] if texts == [str(numbers[0])] else "{" + ",".join(texts) + "}"
+
+
+def list_first(names: Sequence[str], most: int, rest: str = "more") -> str:
+    """List the first names, and count the others: "a, b and 3 more"."""
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f" and {len(names) - most} {rest}"
+    return listed
+
+
+def join_words(words: Sequence[str], last: str) -> str:
+    """List words for a message: "a, b and c".
+
+    Args:
+        words: one or more.
+        last: what stands before the last of them: "and", "or".
+    """
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 MEND = "mend quantization_config, or save the model again"

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UsageError
-from ..patterns import MEND, language_model_names
+from ..patterns import MEND, join_words, language_model_names
 from .format import Columns, Format, GlobalScale, Group, Scale
 from .numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
 from .schemes import BLOCK_COMPRESSED, CHANNEL, INT8_W8A8, MXFP4, MXFP8, NVFP4, NVFP4_W4A4, TENSOR_COMPRESSED
@@ -166,7 +166,7 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
     if layout is None:
         raise UsageError(
             f"config.json has the packing_format {json.dumps(packing)[:100]}",
-            f"known are {', '.join(list(_AUTO_ROUND)[:-1])} and {list(_AUTO_ROUND)[-1]}",
+            f"known are {join_words(list(_AUTO_ROUND), 'and')}",
         )
 
     if layout != "awq":

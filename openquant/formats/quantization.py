@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from ..patterns import MEND, Expressions, Ignored, IgnoredParts, language_model_names
+from ..patterns import MEND, Expressions, Ignored, IgnoredParts, join_words, language_model_names
 from .awq_gptq import Groups, read_auto_round_groups, read_awq, read_gptq_groups, read_quark
 from .format import INPUT_SCALE, ActivationQuantization, Format, GlobalScale, Group, Scale, read_activation_quantization
 from .numbers import BITSANDBYTES, INT8
@@ -170,9 +170,9 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
 
     method = str(settings.get("quant_method"))
     if method not in _READERS:
-        methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
-            f"config.json has the quant_method {json.dumps(settings.get('quant_method'))}", f"known are {methods}"
+            f"config.json has the quant_method {json.dumps(settings.get('quant_method'))}",
+            f"known are {join_words(list(_READERS), 'and')}",
         )
 
     return _READERS[method](method, settings)

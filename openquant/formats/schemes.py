@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from ..errors import UsageError
+from ..patterns import join_words
 from ..version import CITED, VLLM
 from .format import Format, GlobalScale, Scale
 from .hardware import meaning_of
@@ -575,9 +576,8 @@ def find_scheme(
     sizes = [scheme.group_size for scheme in matching if scheme.group_size]
     matching = [scheme for scheme in matching if group_size in (None, scheme.group_size)]
     if not matching and sizes:
-        *most, last = sizes
         raise UsageError(
-            f"--scheme {name} has no groups of {group_size}", f"use --group-size {', '.join(most)} or {last}"
+            f"--scheme {name} has no groups of {group_size}", f"use --group-size {join_words(sizes, 'or')}"
         )
     if not matching:
         raise UsageError(

@@ -26,7 +26,7 @@ from ..errors import SourceError
 from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
 from ..files.shardfile import TensorInfo
 from ..models import config_value
-from ..patterns import collapse, compile_pattern
+from ..patterns import collapse, compile_pattern, list_first
 from ..registry.architecture import (
     ANY,
     EMBEDDING,
@@ -215,10 +215,7 @@ class _Comparer:
         ]
 
         if unread:
-            listed = ", ".join(unread[:4])
-            if len(unread) > 4:
-                listed += f" and {len(unread) - 4} more"
-            self.misfits.append(f"with it {self.known.name} has no {listed}")
+            self.misfits.append(f"with it {self.known.name} has no {list_first(unread, 4)}")
 
     def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
         """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""

@@ -20,7 +20,7 @@ from ..files import cards
 from ..formats.hardware import AMD, GENERATIONS, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
 from ..options import CalibrationTexts
-from ..patterns import collapse
+from ..patterns import collapse, join_words, list_first
 from ..plan import summary
 from ..plan.decisions import tokens_of
 from ..plan.engines import sglang_refusal
@@ -35,7 +35,6 @@ from .cells import (
     dataset_value,
     fill_template,
     gigabytes,
-    list_first,
     markdown,
     optional,
     short,
@@ -433,19 +432,15 @@ def _title(name: str) -> str:
     return markdown(" ".join(name.split()))
 
 
-def _join_names(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
 def _devices(names: Sequence[str]) -> str:
     """Name hardware, in its order: "NVIDIA Hopper and Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
     shown = [f"AMD {name}" for name in names if name in AMD]
     if nvidia:
-        shown.insert(0, f"NVIDIA {_join_names(nvidia)}")
+        shown.insert(0, f"NVIDIA {join_words(nvidia, 'and')}")
     if "CPU" in names:
         shown.append("CPUs")
-    return _join_names(shown)
+    return join_words(shown, "and")
 
 
 def _hardware(places: Mapping[str, list[str]]) -> str:

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..patterns import list_first
+
 if TYPE_CHECKING:
     from jinja2 import Template
 
@@ -86,14 +88,6 @@ def optional(form: str, value: object) -> str:
     if not value:
         return ""
     return form.format(value)
-
-
-def list_first(names: Sequence[str], most: int, rest: str = "more") -> str:
-    """List the first names, and count the others: "a, b and 3 more"."""
-    listed = ", ".join(names[:most])
-    if len(names) > most:
-        listed += f" and {len(names) - most} {rest}"
-    return listed
 
 
 def count_of(number: int | str, noun: str) -> str:

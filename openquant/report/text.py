@@ -12,7 +12,7 @@ from ..data.tokenizer import SETTINGS
 from ..diagnosis.result import MODEL, Diagnosis, LayerDiagnosis, activations, measured_kl
 from ..files.destination import DiskSpace
 from ..formats.schemes import SCHEMES
-from ..patterns import collapse
+from ..patterns import collapse, list_first
 from ..plan import summary
 from ..plan.decisions import rounded_bytes
 from ..plan.layout import PlanLine
@@ -27,7 +27,6 @@ from .cells import (
     count_of,
     gigabytes,
     join_lines,
-    list_first,
     optional,
     paragraphs,
     shorten,

@@ -19,6 +19,7 @@ from ..formats.numbers import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization, setting_repr
 from ..formats.schemes import Scheme, as_written, without_targets
 from ..models import GENERIC
+from ..patterns import list_first
 from ..plan.architecture import known_architecture, with_layer_counts
 from ..plan.plan import Plan, output_config
 from ..registry.architecture import EMBEDDING, HEAD, Architecture, ModuleRules, is_embedding, is_head
@@ -119,16 +120,16 @@ def check_finished(root: Path, plan: Plan) -> None:
 
     if problems:
         raise OutputError(
-            f"{root} was written wrongly: {_join_first(problems, 3, '; ', '; and')}",
+            f"{root} was written wrongly: {_join_first(problems, 3)}",
             "replace it with --overwrite; if that changes nothing, it is a bug of openquant",
         )
 
 
-def _join_first(texts: Sequence[str], most: int, separator: str, rest: str) -> str:
-    """Join the first of some texts, and count the others: "a, b and 2 more"."""
-    joined = separator.join(texts[:most])
-    if len(texts) > most:
-        joined += f"{rest} {len(texts) - most} more"
+def _join_first(problems: Sequence[str], most: int) -> str:
+    """Join the first problems, and say how many more there are."""
+    joined = "; ".join(problems[:most])
+    if len(problems) > most:
+        joined += f"; and {len(problems) - most} more"
     return joined
 
 
@@ -150,7 +151,7 @@ def require_sound(root: Path, files: Set[str]) -> None:
         problems = [error.message]
     if problems:
         raise OutputError(
-            f"{root} is damaged: {_join_first(problems, 1, '; ', '; and')}",
+            f"{root} is damaged: {_join_first(problems, 1)}",
             "run the command that made it again with --overwrite, or copy it again from where it is whole",
         )
 
@@ -247,7 +248,7 @@ def extra_files(checkpoint: Checkpoint, expected: Set[str] | None, where: str) -
 
     if not others:
         return problems, []
-    return problems, [f"{where}: {_join_first(others, 5, ', ', ' and')}"]
+    return problems, [f"{where}: {list_first(others, 5)}"]
 
 
 # Keys of a config that say nothing of what the model computes.

@@ -9,7 +9,6 @@ Report is the result of a verification.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -127,15 +126,6 @@ def describe(info: TensorInfo) -> str:
         info: name, dtype and shape of the tensor.
     """
     return f"{info.dtype} {list(info.shape)}"
-
-
-def join_or(words: Sequence[str]) -> str:
-    """Join words for a message: "F32, BF16 or F16".
-
-    Args:
-        words: at least one word.
-    """
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def check_listed(headers: Headers, findings: Findings) -> None:

@@ -22,13 +22,13 @@ from ..formats.format import FLOATS, Format
 from ..formats.numbers import SCALES, cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization
 from ..formats.schemes import CHANNEL
-from ..patterns import collapse
+from ..patterns import collapse, join_words
 from ..plan.architecture import text_config
 from ..plan.serving import find_cached_attentions, scale_sharing_keys
 from ..version import VLLM
 from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
 from ..weights.weight import Weight, packed_columns
-from .headers import COLUMN_PARTS, Findings, Headers, describe, join_or
+from .headers import COLUMN_PARTS, Findings, Headers, describe
 
 # The quantized weights by the name of the unquantized tensor; the same by the name of the tensor that holds the codes;
 # and the names of all tensors that belong to codes: scales, zero points, shapes.
@@ -263,7 +263,7 @@ class _Finder:
         if tensor.dtype in dtypes and tensor.shape in shapes:
             return tensor
 
-        expected = f"{join_or(dtypes)} {join_or([str(list(shape)) for shape in shapes])}"
+        expected = f"{join_words(dtypes, 'or')} {join_words([str(list(shape)) for shape in shapes], 'or')}"
         self.findings.problems.append(
             f"{self._place(tensor.name)} is {describe(tensor)}, for {describe(info)} it must be {expected}"
         )
