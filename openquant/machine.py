@@ -61,10 +61,9 @@ def available_memory(groups: Path = _GROUPS, mine: Path = _MINE) -> int:
         groups: the directory of control groups, /sys/fs/cgroup.
         mine: the file that names the groups of this process, /proc/self/cgroup.
     """
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    free = _bytes_in("/proc/meminfo", "MemAvailable")
+    if free is None:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(0, min([free, *_left_in_groups(groups, mine)]))
 
 
@@ -132,23 +131,30 @@ def first_line(error: Exception) -> str:
 
 def resident() -> int:
     """Return the resident memory of this process in bytes; its peak on systems that do not report the current one."""
-    return _status("VmRSS") or peak_rss()
+    return _bytes_in("/proc/self/status", "VmRSS") or peak_rss()
 
 
 def peak_rss() -> int:
     """Return the largest resident memory of this process so far, in bytes."""
     # Unlike VmHWM, ru_maxrss starts at the parent's size.
-    if (peak := _status("VmHWM")) is not None:
+    if (peak := _bytes_in("/proc/self/status", "VmHWM")) is not None:
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _status(name: str) -> int | None:
-    """Return a value of /proc/self/status in bytes; None on systems without that file."""
-    with suppress(FileNotFoundError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
+def _bytes_in(file: str, key: str) -> int | None:
+    """A size in a file of Linux such as "VmRSS: 12 kB", in bytes; None elsewhere."""
+    value = _value_in(file, key)
+    return None if value is None else 1024 * int(value.split()[0])
+
+
+def _value_in(file: str, key: str) -> str | None:
+    """The first value of a key in a file of Linux with a key in each line; None elsewhere."""
+    with suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
     return None
 
 
@@ -215,6 +221,7 @@ LIBRARIES = (
 ENGINES = ("vllm", "sglang")
 # Instructions that kernels ask for, as Linux names them; Arm's come last.
 _INSTRUCTIONS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16")
+_CPUS = "/proc/cpuinfo"
 _SETTINGS = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
 
 
@@ -232,14 +239,15 @@ def describe_environment(loops: str) -> dict[str, Any]:
     # Late, as in `_version`: `--help`, which has no use for it, would take a fifth longer.
     import platform
 
+    flags = _value_in(_CPUS, "flags") or _value_in(_CPUS, "Features") or ""
     return {
         "openquant": __version__,
         "commit": BUILT.partition("+g")[2].partition(".")[0] or None,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": available_cpus(),
-        "cpu": _cpu("model name") or platform.processor() or None,
-        "instructions": [name for name in _INSTRUCTIONS if name in (_cpu("flags") or _cpu("Features") or "").split()],
+        "cpu": _value_in(_CPUS, "model name") or platform.processor() or None,
+        "instructions": [name for name in _INSTRUCTIONS if name in flags.split()],
         "memory": available_memory(),
         "gpus": _gpus(),
         "loops": loops,
@@ -260,16 +268,6 @@ def _version(distribution: str) -> str | None:
             return str(torch.__version__)
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
-    return None
-
-
-def _cpu(key: str) -> str | None:
-    """A line of /proc/cpuinfo about the first CPU that has it; None elsewhere than on Linux."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
     return None
 
 
