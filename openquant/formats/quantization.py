@@ -237,7 +237,7 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
 
     inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
 
-    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings))
+    return replace(_alone(method, settings, fmt, inputs), ignored=ignored)
 
 
 def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantization:
@@ -268,8 +268,7 @@ def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantizat
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
 
     ignored = Ignored("ignore", _names(settings, "ignore"), by_experts=False)
-    expressions = Expressions(target for targets, _ in groups for target in targets)
-    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings))
+    return replace(_make_mixed(method, settings, groups, inputs), ignored=ignored)
 
 
 _KNOWN_GROUPS = (
@@ -439,20 +438,16 @@ def _make_mixed(
     method: str, settings: dict[str, Any], groups: Groups, inputs: Sequence[Mapping[str, Any] | None] | None = None
 ) -> Quantization:
     """Return a config with a format for each group of layers; activations stay as they are if `inputs` is None."""
+    inputs = inputs or [None] * len(groups)
     expressions = Expressions(target for targets, _ in groups for target in targets)
-    alone = _alone(method, settings, groups[0][1], None)
-    return replace(alone, groups=tuple(groups), inputs=tuple(inputs or [None] * len(groups)), expressions=expressions)
+    # The tensors, not an ignore list, show what is quantized.
+    ignored = Ignored("ignore", (), by_experts=False)
+    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings))
 
 
 def _alone(method: str, settings: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
-    """Return a config with one format for all layers; the tensors, not its ignore list, show what is quantized."""
-    ignored = Ignored("ignore", (), by_experts=False)
-    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings))
-
-
-def _all_of(fmt: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
-    """Return the groups of a config with one format for all layers."""
-    return ((("Linear",), fmt),)
+    """Return a config with one format for all layers."""
+    return _make_mixed(method, settings, [(("Linear",), fmt)], [inputs])
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
