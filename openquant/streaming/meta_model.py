@@ -237,18 +237,17 @@ class MetaModel:
             SourceError: a weight cannot be read.
         """
         names = self.needs[unit].parameters
-        before = {name: self._get(name) for name in names}
         changed = {
             self.targets[name] for name in self.needs[unit].tensors if replaced.keys() & self.tensors.pieces(name)
         }
         self.tensors.replaced = replaced
         try:
-            self.load_weights(unit)
-            return {name: self._get(name) for name in names if name in changed}
+            # At its end the unit has its own parameters again.
+            with self.with_parameters({name: self._get(name) for name in names}):
+                self.load_weights(unit)
+                return {name: self._get(name) for name in names if name in changed}
         finally:
             self.tensors.replaced = {}
-            for name, value in before.items():
-                self._set(name, value)
 
     @contextmanager
     def with_parameters(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
