@@ -220,10 +220,7 @@ class _GradientRecorder:
             return
         blocks = nn.functional.pad(gradients, (0, -width % BLOCK)).reshape(self.length, -1, BLOCK).transpose(0, 1)
         products = torch.bmm((blocks * input_squares[:, None]).mT, blocks).cpu()
-        if name in self.outputs:
-            self.outputs[name] += products
-        else:
-            self.outputs[name] = products
+        self.outputs[name] = self.outputs[name].add_(products) if name in self.outputs else products
 
 
 def _run_back_and_forth(
