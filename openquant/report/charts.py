@@ -46,7 +46,6 @@ STYLE: Any = {
     "font.size": 9.0,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
-    "svg.hashsalt": "openquant",
     # A dollar sign in a name does not begin a formula.
     "text.parse_math": False,
     "hatch.linewidth": 0.6,
@@ -68,7 +67,7 @@ def draw_svg(draw: Draw, size: tuple[float, float] = _SIZE, number: int = 0) -> 
             numbers: what is hidden lends no pattern to others.
     """
     ink: Any = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    salt: Any = {"svg.hashsalt": f"{STYLE['svg.hashsalt']} {number}"}
+    salt: Any = {"svg.hashsalt": f"openquant {number}"}
     with matplotlib.rc_context({**STYLE, **dict.fromkeys(ink, _INK), **salt}):
         figure = Figure(size, layout="constrained")
         target = io.StringIO()
