@@ -25,6 +25,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..hub.source import Source, find_source
+from ..job import connect_ranks
 from ..machine import find_device
 from ..options import Evaluate, Texts
 from ..plan.architecture import known_architecture
@@ -57,10 +58,8 @@ def evaluate(
     Raises:
         OpenQuantError: something that the caller can fix.
     """
-    ranks = ranks or Ranks()
-    with ranks:
-        ranks.agree(None)
-        return ranks.all_do(lambda: _evaluate(options, texts, ranks, reporter or default_reporter()))
+    with connect_ranks(ranks) as connected:
+        return connected.all_do(lambda: _evaluate(options, texts, connected, reporter or default_reporter()))
 
 
 def _evaluate(options: Evaluate, texts: Texts, ranks: Ranks, reporter: Reporter) -> Evaluation:
