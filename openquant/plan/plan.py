@@ -308,7 +308,7 @@ class Planner:
         if options.transforms is not None:
             apply_transforms(items, layers, options.transforms)
 
-        cache_notes = _add_cache_scales(items, decoded, entry, options)
+        cache_notes = _add_cache_scales(items, decoded, entry, options) if options.fp8_kv_cache else []
         if options.tp is not None:
             assign.refuse_size(entry, layers, config, options.tp)
 
@@ -343,9 +343,7 @@ def _all_in_scheme(weights: Collection[Weight], schemes: Iterable[Scheme]) -> bo
 def _add_cache_scales(
     items: dict[str, list[Item]], decoded: Checkpoint, entry: ModuleRules, options: PlanOptions
 ) -> list[str]:
-    """Add scales of an FP8 KV cache to the tensors, if options ask for one; with notes."""
-    if not options.fp8_kv_cache:
-        return []
+    """Add scales of an FP8 KV cache to the tensors; with notes."""
     modules = (info.module for info in decoded.tensors.values())
     attentions = serving.find_cached_attentions(modules, entry, text_config(decoded, entry.model))
     return serving.add_scales(items, decoded, attentions, options.calibration)
@@ -525,8 +523,7 @@ def make_unchanged_plan(
         shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
     }
 
-    attentions = serving.find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
-    cache_notes = serving.add_scales(items, decoded, attentions, options.calibration)
+    cache_notes = _add_cache_scales(items, decoded, entry, options)
 
     if options.tp is not None:
         assign.refuse_size(entry, layers, config, options.tp)
