@@ -40,7 +40,7 @@ from .error_mapping import WRITE_TOKEN_HINT, PushError, error_reason, is_transie
 from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, ModelInfo
+    from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo
     from huggingface_hub.lfs import UploadInfo
 
 
@@ -50,6 +50,13 @@ AT_ONCE = 3
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Characters that the title of a pull request may have.
 LONGEST_TITLE = 200
+
+
+def _hub() -> HfApi:
+    """The Hub. Its client takes as long to import as converting a small model."""
+    from huggingface_hub import HfApi
+
+    return HfApi()
 
 
 @dataclass(frozen=True)
@@ -128,8 +135,6 @@ class Publisher:
             UsageError: the repository's name is not valid.
             SourceError: weights of the repository cannot be read.
         """
-        from huggingface_hub import HfApi
-
         text = card.decode("utf-8", "replace")
         repository = self.find()
         with push_errors(self.repo):
@@ -145,15 +150,15 @@ class Publisher:
 
                 # If it need not be private, the organization's default counts.
                 private = self.private or None
-                created = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True))
+                created = with_retries(lambda: _hub().create_repo(self.repo, private=private, exist_ok=True))
                 self.repo = created.repo_id
 
             # A pull request also takes commits of its author.
             is_request = self.push.create_pr or (self.revision or "").startswith("refs/pr/")
-            with_retries(lambda: HfApi().auth_check(self.repo, write=not is_request))
+            with_retries(lambda: _hub().auth_check(self.repo, write=not is_request))
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
-                with_retries(lambda: next(iter(HfApi().get_repo_discussions(self.repo)), None))
+                with_retries(lambda: next(iter(_hub().get_repo_discussions(self.repo)), None))
 
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
@@ -179,7 +184,6 @@ class Publisher:
             PushError: the user is not logged in, or may not read it.
             UsageError: its name is not valid.
         """
-        from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         with push_errors(self.repo):
@@ -187,7 +191,7 @@ class Publisher:
             if "/" not in self.repo:
                 self.repo = f"{user}/{self.repo}"
             try:
-                repository = with_retries(lambda: HfApi().model_info(self.repo, files_metadata=True))
+                repository = with_retries(lambda: _hub().model_info(self.repo, files_metadata=True))
             except GatedRepoError:
                 raise
             except RepositoryNotFoundError:
@@ -289,23 +293,23 @@ class Publisher:
 
     def _commit_to_request(self, others: list[str], title: str) -> Published:
         """Open a pull request, and commit all files to it."""
-        from huggingface_hub import HfApi, constants
+        from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError
 
         title_on_hub = title.strip()[:LONGEST_TITLE]
         description = f"Made with openquant {__version__}."
-        request = with_retries(lambda: HfApi().create_pull_request(self.repo, title_on_hub, description=description))
+        request = with_retries(lambda: _hub().create_pull_request(self.repo, title_on_hub, description=description))
         revision = f"refs/pr/{request.num}"
         self._commit(others, title, revision)
 
         # It is a draft, which the Hub does not merge. If this is refused, the request's page has a button for it.
         with suppress(HfHubHTTPError):
-            HfApi().change_discussion_status(self.repo, request.num, "open")
+            _hub().change_discussion_status(self.repo, request.num, "open")
         return Published(self.repo, f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}", revision)
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
         """Commit all files, except shards that the revision already has, and return the commit's URL."""
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.errors import BadRequestError
 
         def try_commit() -> str:
@@ -314,7 +318,7 @@ class Publisher:
             operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
             operations += map(CommitOperationDelete, self._outdated_evaluation(others, missing, revision))
             operations += [self._shard_operation(name) for name in missing]
-            return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
+            return str(_hub().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
         try:
             return interruptible(lambda: with_retries(try_commit, is_retryable=_is_retryable))
@@ -330,12 +334,10 @@ class Publisher:
 
     def _outdated_evaluation(self, others: Sequence[str], missing: list[str], revision: str | None) -> list[str]:
         """Files that an earlier evaluation left in a revision, and that do not measure what is committed now."""
-        from huggingface_hub import HfApi
-
         if not self.shards or not (missing or model_files.EVAL_FILE in others):
             return []
         names = [name for name in model_files.EVALUATION_FILES if name not in others]
-        return sorted(entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision))
+        return sorted(entry.path for entry in _hub().get_paths_info(self.repo, names, revision=revision))
 
     def _content(self, name: str, revision: str | None) -> str | bytes:
         """The path of a file to commit, or the contents of the model card."""
@@ -361,13 +363,12 @@ class Publisher:
 
     def _missing_shards(self, revision: str | None) -> list[str]:
         """The shards that a revision lacks, or has with other contents."""
-        from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
         if not self.shards:
             return []
 
-        entries = HfApi().get_paths_info(self.repo, self.shards, revision=revision)
+        entries = _hub().get_paths_info(self.repo, self.shards, revision=revision)
         present = {entry.path: entry.lfs.sha256 for entry in entries if isinstance(entry, RepoFile) and entry.lfs}
         uploaded = {name: info.sha256.hex() for name, info in self._uploaded.items()}
         return [name for name in self.shards if name not in uploaded or present.get(name) != uploaded[name]]
@@ -398,7 +399,7 @@ class Publisher:
 
     def _upload(self, name: str) -> None:
         """Upload a shard; with --push-only, write a record of that and delete the shard."""
-        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub import CommitOperationAdd
 
         if name in self._uploaded:
             return
@@ -410,7 +411,7 @@ class Publisher:
 
         with push_errors(self.repo):
             operation = CommitOperationAdd(name, str(path))
-            with_retries(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
+            with_retries(lambda: _hub().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
         if not operation._is_uploaded:
             # The Hub wants a small file to be part of the commit.
             return
@@ -470,9 +471,7 @@ def user_name(repo: str) -> str:
     Raises:
         PushError: the token is read-only; the message names the repository to push to.
     """
-    from huggingface_hub import HfApi
-
-    user = with_retries(HfApi().whoami)
+    user = with_retries(_hub().whoami)
     token = (user.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", WRITE_TOKEN_HINT)
@@ -488,12 +487,11 @@ def has_private_base(card: str) -> bool:
     Raises:
         HfHubHTTPError: the Hub cannot be asked.
     """
-    from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     for name in base_models(card):
         with suppress(HFValidationError, RepositoryNotFoundError):
-            if with_retries(partial(HfApi().model_info, name)).private:
+            if with_retries(partial(_hub().model_info, name)).private:
                 return True
     return False
 
