@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..version import VLLM
@@ -147,18 +147,11 @@ def model(
     Returns:
         The registry's entry of the architecture.
     """
-    return Architecture(
-        name,
-        layers=layers,
-        compress=tuple(pattern for part in parts for pattern in part.compress),
-        keep=(EMBEDDING, HEAD, *(kept for part in parts for kept in part.keep), *keep),
-        fused=tuple(layers for part in parts for layers in part.fused),
-        splits=tuple(split for part in parts for split in part.splits),
-        experts=tuple(layout for part in parts for layout in part.experts),
-        cached=tuple(rows for part in parts for rows in part.cached),
-        states=tuple(state for part in parts for state in part.states),
-        **more,
-    )
+    parts = (LayerPart((), keep=(EMBEDDING, HEAD)), *parts, LayerPart((), keep=keep))
+    joined: dict[str, Any] = {
+        field.name: tuple(one for part in parts for one in getattr(part, field.name)) for field in fields(LayerPart)
+    }
+    return Architecture(name, layers, **joined, **more)
 
 
 # The language model inside a wrapper: in older files of the Hub, and in those of transformers 4.52 and later.
