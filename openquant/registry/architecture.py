@@ -827,9 +827,6 @@ def find_class_tensors(name: str) -> ClassTensors | None:
         name,
         rules(data["outside"]),
         lists,
-        defaults=data["defaults"],
-        parts=data["parts"],
-        derived=data["derived"],
-        aliases=data["aliases"],
+        **{key: data[key] for key in ("defaults", "parts", "derived", "aliases")},
         is_built=data["built"],
     )
