@@ -232,7 +232,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             kinds: classes of options.py, and names of options of Command.
-            positional: names of options that are positional arguments.
+            positional: names of options that are positional arguments; those that are not among these are ignored.
             without: names of options to leave out.
             helps: help texts that replace those of options.py, by name of an option among these.
         """
@@ -246,8 +246,7 @@ class Parser(argparse.ArgumentParser):
         chosen = {name: option for name, option in chosen.items() if name not in without}
         for name, text in helps.items():
             chosen[name] = chosen[name]._replace(help=text)
-        if self.by_flag:
-            positional = [name for name in positional if not chosen[name].flags]
+        positional = [name for name in positional if name in chosen and not (self.by_flag and chosen[name].flags)]
 
         # Positional arguments come first, then options with a letter.
         names = sorted(chosen, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, chosen[name])))
@@ -359,13 +358,13 @@ class _Verb(NamedTuple):
     usage: str
     kinds: tuple[type | str, ...]
     examples: tuple[str, ...] = ()
-    positional: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ("model",)
     without: tuple[str, ...] = ()
     helps: Mapping[str, str] = {}
 
 
 _VERBS = (
-    _Verb("compress", COMPRESS, MODEL, CONVERSION, examples=EXAMPLES, positional=("model",)),
+    _Verb("compress", COMPRESS, MODEL, CONVERSION, EXAMPLES),
     _Verb(
         "fit",
         "Show which schemes fit a GPU, and how much context they leave.",
@@ -376,7 +375,6 @@ _VERBS = (
             "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
             "Qwen3-32B --gpu 4090 --search --report page.html",
         ),
-        positional=("model",),
     ),
     _Verb(
         "dequantize",
@@ -384,7 +382,6 @@ _VERBS = (
         "MODEL [-o DIR] [options]",
         (options.Run, options.Push, "rendezvous_timeout", "quiet", "verbose", "json", "progress"),
         examples=("Qwen3-32B-FP8", "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16"),
-        positional=("model",),
         without=("device",),
         helps={"output": "Output directory (default: ./NAME-BF16)."},
     ),
@@ -408,7 +405,6 @@ _VERBS = (
         "MODEL [options]",
         (options.Diagnose, "verbose", "json", "progress"),
         examples=("Qwen/Qwen3-32B --stream", "Qwen3-32B --scheme block"),
-        positional=("model",),
         helps={"scratch": "Scratch directory (default: the working directory).", "verbose": "List every layer."},
     ),
     _Verb(
@@ -425,7 +421,6 @@ _VERBS = (
         "MODEL [-o FILE] [options]",
         (options.Calibrate, options.CalibrationTexts, "rendezvous_timeout", "json", "progress"),
         examples=("Qwen/Qwen3-8B --stream", "Qwen3-8B --text mine.jsonl --samples 64"),
-        positional=("model",),
     ),
     _Verb(
         "eval",
