@@ -155,16 +155,13 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
 
     # Other files.
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
-    files, left_out = _list_files(root, set(found.sizes), elsewhere, copy)
+    files, left_out = _list_files(root, set(found.shards), elsewhere, copy)
 
     return Checkpoint(
         root=root,
         config=config,
         architecture=architecture,
-        shards=found.sizes,
-        headers=found.headers,
-        tensors=found.tensors,
-        where=found.where,
+        **vars(found),
         indexed=weight_map is not None,
         files=files,
         left_out=left_out,
@@ -177,14 +174,14 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
 class _Shards:
     """What the headers of the shards say; the fields are those of a Checkpoint."""
 
-    sizes: dict[str, int] = field(default_factory=dict)
+    shards: dict[str, int] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     where: dict[str, Location] = field(default_factory=dict)
 
     def add(self, shard: str, size: int, digest: str, header: list[tuple[TensorInfo, int]]) -> None:
         """Add a shard, whose tensors no other may have."""
-        self.sizes[shard] = size
+        self.shards[shard] = size
         self.headers[shard] = digest
         for info, offset in header:
             if info.name in self.where:
