@@ -267,7 +267,7 @@ def _convert(call: Call, work: Callable[..., Result]) -> int:
     if command.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
-    with closing(console.Terminal(call.interrupts, command, call.ranks.first)) as reporter:
+    with closing(console.Terminal(call)) as reporter:
         result = work(**call.values(options.Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
     if command.json and call.ranks.first:
         console.print_json(result.to_json(), call.interrupts)
@@ -278,7 +278,7 @@ def _diagnose(call: Call) -> int:
     from ..api import diagnose
     from ..report.text import diagnosis_text
 
-    with closing(console.Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
+    with closing(console.Terminal(call, ("diagnosing", "diagnosed"))) as reporter:
         diagnosis = diagnose(**call.values(options.Diagnose), reporter=reporter)
     return call.show(diagnosis, diagnosis_text, call.command.verbose)
 
@@ -316,7 +316,7 @@ def _search(call: Call) -> int:
 
     command = call.command
     page = _destination("--report", command.report, PAGE)
-    with closing(console.Terminal(call.interrupts, command)) as reporter:
+    with closing(console.Terminal(call)) as reporter:
         found = search_mixtures(**call.values(options.Search), reporter=reporter)
     if page is not None:
         page.write(render_frontier(found).encode())
@@ -331,7 +331,7 @@ def _calibrate(call: Call) -> int:
 
     ranks = call.ranks
     chosen = call.values(options.Calibrate, options.CalibrationTexts)
-    with closing(console.Terminal(call.interrupts, call.command, ranks.first)) as reporter:
+    with closing(console.Terminal(call)) as reporter:
         written = calibrate(**chosen, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
@@ -350,8 +350,7 @@ def _eval(call: Call) -> int:
     if len(files) > len(set(files)):
         raise UsageError("two of --report, --figure and --out are the same file", "name each another file")
 
-    stage = ("evaluating", "evaluated")
-    with closing(console.Terminal(call.interrupts, call.command, call.ranks.first, stage)) as reporter:
+    with closing(console.Terminal(call, ("evaluating", "evaluated"))) as reporter:
         evaluation = evaluate(**call.values(options.Evaluate, options.Texts), ranks=call.ranks, reporter=reporter)
     if call.ranks.first:
         if call.command.json:
@@ -396,7 +395,7 @@ def _verify(call: Call) -> int:
     from ..report.text import verification_text
     from ..verification.verify import verify
 
-    with closing(console.Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
+    with closing(console.Terminal(call, ("verifying", "verified"))) as reporter:
         report = verify(**call.values(options.Check), reporter=reporter)
 
     if report.quantized and not report.problems and not call.given.get("full"):

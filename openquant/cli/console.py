@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..hub.source import Source
     from ..plan.plan import Plan
     from ..result import Result
-    from .arguments import Command
+    from .commands import Call
 
 
 class Interrupts:
@@ -198,23 +198,17 @@ class Terminal(Reporter):
     """Prints plan and summary on stdout, and progress on stderr.
 
     Args:
-        interrupts: is checked between pieces of work.
-        command: the options that say what is printed.
-        first: whether this is the first rank; others print nothing.
+        call: the call of a verb: its options say what is printed, and of several ranks only the first prints. Its
+            interrupts are checked between pieces of work.
         stage: words for the progress before and behind the bar, unless --fit or --search measures.
     """
 
-    def __init__(
-        self,
-        interrupts: Interrupts,
-        command: Command,
-        first: bool = True,
-        stage: tuple[str, str] = ("calibrating", "calibrated"),
-    ) -> None:
-        self.interrupts = interrupts
-        self.first = first
+    def __init__(self, call: Call, stage: tuple[str, str] = ("calibrating", "calibrated")) -> None:
+        command = call.command
+        self.interrupts = call.interrupts
+        self.first = call.ranks.first
         # Silent is without progress, quiet without plan and summary.
-        self.silent = command.quiet or not first
+        self.silent = command.quiet or not self.first
         self.quiet = self.silent or command.json
         self.verbose = command.verbose and not command.json
         self.lines = command.progress == "json"

@@ -22,9 +22,9 @@ import torch
 
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import compress
-from openquant.cli.arguments import Command
-from openquant.cli.commands import compress_main, main
+from openquant.cli.commands import Call, compress_main, main
 from openquant.cli.console import Interrupts, Terminal
+from openquant.distributed import Ranks
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source
@@ -150,7 +150,7 @@ def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp
 def test_of_a_second_plan_new_notes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(open_checkpoint(EXAMPLE), TENSOR)
     source = Source(EXAMPLE, "tiny-qwen3", None, None)
-    terminal = Terminal(Interrupts(), Command())
+    terminal = Terminal(Call({}, Ranks(), Interrupts()))
     terminal.on_plan(plan, source, Path("out"))
     capsys.readouterr()
 
