@@ -18,7 +18,6 @@ from ..fields import flags_of, options_of, size
 from ..files.model_files import short_repr
 from ..formats.hardware import GPU, find_gpu, is_apple, nearest_gpus
 from ..options import Recipe
-from ..plan.architecture import text_config
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights
 from ..registry.architecture import MTP_LAYER
@@ -159,7 +158,7 @@ def weights_on_gpus(budget: Budget, plan: Plan, context: int, fp8_cache: bool) -
         raise PlanError(f"{budget.gpus} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
 
     try:
-        cache = find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
+        cache = find_cache(plan)
     except UnknownCache as error:
         raise PlanError(f"it is not known {error}", "give the bytes of the weights: --fit size=12.5GB") from None
 
@@ -168,7 +167,7 @@ def weights_on_gpus(budget: Budget, plan: Plan, context: int, fp8_cache: bool) -
             "it is not known how GPUs divide this model's KV cache", "give the bytes of the weights: --fit size=12.5GB"
         )
 
-    weights = loaded_weights(plan.lines, plan.entry, output=True)
+    weights = loaded_weights(plan, output=True)
     cached = cache.sequence(allowed_context(context, cache.length), fp8_cache, budget.gpus)
     room = LoadedWeights(0, 0).room(int(budget.value), budget.gpus) - cached
 

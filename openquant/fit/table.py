@@ -27,7 +27,6 @@ from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, Search
 from ..plan import serving, summary
-from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, Planner
@@ -288,7 +287,7 @@ class _Table:
         self.cache: serving.SequenceMemory | None = None
         self.unknown: str | None = None
         try:
-            self.cache = serving.find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
+            self.cache = serving.find_cache(plan)
         except serving.UnknownCache as problem:
             self.unknown = str(problem)
         self.parallel = plan.parallel
@@ -349,7 +348,7 @@ class _Table:
             kl=measured_kl(scheme),
             least=measured and measured.kl,
             calibrated=measured.options if measured and measured.readings else None,
-            holds=self._holds(serving.loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
+            holds=self._holds(serving.loaded_weights(plan, output=True), plan.parallel),
         )
 
     def _source_row(self, plan: Plan) -> SchemeFit:
@@ -360,9 +359,7 @@ class _Table:
             arithmetic=None if stored or self.hardware is None else "16 bits",
             kl=0.0,
             least=0.0,
-            holds=self._holds(
-                serving.loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)
-            ),
+            holds=self._holds(serving.loaded_weights(plan, output=False), summary.source_parallel(plan)),
         )
 
     def _holds(self, weights: serving.LoadedWeights, parallel: Mapping[int, str | None]) -> tuple[Held, ...]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -37,9 +37,12 @@ from ..registry.parts import HEADS
 from ..version import SGLANG
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
-from .architecture import fused_parts, mtp_layer_finder
+from .architecture import fused_parts, mtp_layer_finder, text_config
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, tokens_of
 from .layout import PlanLine
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
@@ -264,19 +267,11 @@ def serving_to_json(source: Serving, output: Serving) -> dict[str, Any]:
     }
 
 
-def estimate_serving(
-    lines: Sequence[PlanLine],
-    entry: ModuleRules,
-    config: Mapping[str, Any],
-    parallel: Mapping[int, str | None],
-    output: bool,
-) -> Serving:
+def estimate_serving(plan: Plan, parallel: Mapping[int, str | None], output: bool) -> Serving:
     """Compute what it takes to serve a plan's output, or its source.
 
     Args:
-        lines: the printed plan's lines, which have the bytes of all tensors before and after.
-        entry: what the registry says of each module of the architecture.
-        config: the language model's part of config.json, as text_config returns it.
+        plan: the plan.
         parallel: tensor-parallel sizes in ascending order, each with the reason for which it cannot serve it, if any.
         output: True for the output, False for the source.
 
@@ -284,9 +279,9 @@ def estimate_serving(
         Bytes of the weights, memory of the caches, and for each GPU size how many GPUs it needs and the tokens that
         they hold.
     """
-    weights = loaded_weights(lines, entry, output)
+    weights = loaded_weights(plan, output)
     try:
-        cache = find_cache(lines, entry, config)
+        cache = find_cache(plan)
         unknown = None
     except UnknownCache as problem:
         cache = None
@@ -296,21 +291,20 @@ def estimate_serving(
     return Serving(weights.divided + weights.copied, cache, unknown, fits)
 
 
-def loaded_weights(lines: Iterable[PlanLine], entry: ModuleRules, output: bool) -> LoadedWeights:
+def loaded_weights(plan: Plan, output: bool) -> LoadedWeights:
     """Add up the weights that engines load.
 
     Args:
-        lines: the printed plan's lines, which have the bytes of all tensors before and after.
-        entry: what the registry says of each module of the architecture.
+        plan: the plan.
         output: True for the output, False for the source.
 
     Returns:
         Bytes of what ranks divide, and of what each has whole.
     """
     nbytes = {True: 0, False: 0}
-    for line in lines:
+    for line in plan.lines:
         if line.why != MTP_LAYER:
-            nbytes[entry.rule(line.names[0]).divided] += line.bytes_after if output else line.bytes_before
+            nbytes[plan.entry.rule(line.names[0]).divided] += line.bytes_after if output else line.bytes_before
     return LoadedWeights(nbytes[True], nbytes[False])
 
 
@@ -331,13 +325,11 @@ class UnknownCache(Exception):
     """The figures cannot be computed; the text says what is not known."""
 
 
-def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[str, Any]) -> SequenceMemory:
+def find_cache(plan: Plan) -> SequenceMemory:
     """Compute the memory of an engine's caches.
 
     Args:
-        lines: the printed plan's lines, which have the shapes of all modules.
-        entry: what the registry says of each module of the architecture.
-        config: the language model's part of config.json, as text_config returns it.
+        plan: the plan.
 
     Returns:
         Bytes of a token in each layer's KV cache, bytes of a sequence's recurrent states, and the longest sequence in
@@ -346,7 +338,9 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
     Raises:
         UnknownCache: config.json or the registry does not say enough.
     """
+    entry = plan.entry
     model = entry.model
+    config = text_config(plan.decoded, model)
     layer_pattern = compile_pattern(f"{model.layers}.**")
     cached = [(model.compile(kind.pattern), kind) for kind in model.cached]
     states = [(model.compile(kind.pattern), kind) for kind in model.states]
@@ -356,7 +350,7 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
 
     state = 0
 
-    for line in (line for line in lines if line.why != MTP_LAYER and len(line.shape) > 1):
+    for line in (line for line in plan.lines if line.why != MTP_LAYER and len(line.shape) > 1):
         first = line.names[0]
         for pattern, cached_rows in cached:
             if pattern.fullmatch(first):

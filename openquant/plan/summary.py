@@ -205,10 +205,9 @@ def serving(plan: Plan) -> tuple[Serving, Serving] | None:
     """
     if not plan.quantization_config:
         return None
-    config = text_config(plan.decoded, plan.model)
     return (
-        estimate_serving(plan.lines, plan.entry, config, source_parallel(plan), output=False),
-        estimate_serving(plan.lines, plan.entry, config, plan.parallel, output=True),
+        estimate_serving(plan, source_parallel(plan), output=False),
+        estimate_serving(plan, plan.parallel, output=True),
     )
 
 
