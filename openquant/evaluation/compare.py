@@ -305,8 +305,7 @@ class _Comparison:
         document = self.corpus.documents[index]
         output = next((output for output in self.outputs if output.first <= number <= output.last), None)
         names = self.source.name, output.subject.name if output else f"{self.source.name} with noise"
-        ids = torch.tensor(document.ids)
-        record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
+        record = compare_logits(self.source_logits, pass_logits, document, names)
         self.measurements.records.setdefault(number, {})[index] = record
 
         if number + 1 == self.passes:

@@ -3,7 +3,7 @@
 `compare_logits` makes a `DocumentRecord` of each document; `summarize` computes the figures of a list of records.
 Records of several processes are simply concatenated. docs/figures.md defines every figure.
 
-    records = [compare_logits(source, output, ids, "text", "a.txt", names) for ...]
+    records = [compare_logits(source, output, document, names) for ...]
     summarize(records)["kl"]      # {"mean": 0.00129, "interval": [0.00121, 0.00137], "median": 0.0009, ...}
 """
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..data.corpus import Document
 from ..errors import SourceError
 
 # Logits converted to float32 at a time. With a vocabulary of 49k a position takes 0.5 ms on a CPU; with chunks four
@@ -71,22 +72,18 @@ class DocumentRecord:
         return np.stack([self.kl, self.confidence, self.source_nll, self.output_nll, self.top1, self.top5])
 
     @classmethod
-    def from_figures(cls, domain: str, name: str, figures: Figures) -> DocumentRecord:
-        """Make the record whose `figures()` these are."""
-        return cls(domain, name, *figures[:4], *figures[4:].astype(bool))
+    def from_figures(cls, document: Document, figures: Figures) -> DocumentRecord:
+        """Make the record of a document whose `figures()` these are."""
+        return cls(document.domain, document.name, *figures[:4], *figures[4:].astype(bool))
 
 
-def compare_logits(
-    source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: tuple[str, str]
-) -> DocumentRecord:
+def compare_logits(source: Tensor, output: Tensor, document: Document, models: tuple[str, str]) -> DocumentRecord:
     """Compare two models' logits for one document.
 
     Args:
         source: the source's logits [length, vocabulary], any floating dtype.
         output: the output's logits [length, vocabulary], any floating dtype.
-        ids: token ids of the document, int64 [length], at least two.
-        domain: the file or dataset subset that the document comes from.
-        name: name of the document, for messages.
+        document: the document, of two tokens at least.
         models: names of source and output, for messages.
 
     Returns:
@@ -97,16 +94,16 @@ def compare_logits(
         SourceError: a logit is NaN or infinite.
     """
     chunks = []
-    next_tokens = ids[1:].to(source.device)
+    next_tokens = torch.tensor(document.ids[1:], device=source.device)
     step = max(1, CHUNK // source.shape[-1])
     for start in range(0, len(next_tokens), step):
         rows = slice(start, min(start + step, len(next_tokens)))
-        log_p = log_probabilities(source[rows], start, name, models[0])
-        log_q = log_probabilities(output[rows], start, name, models[1])
+        log_p = log_probabilities(source[rows], start, document.name, models[0])
+        log_q = log_probabilities(output[rows], start, document.name, models[1])
         chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
 
     columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]
-    return DocumentRecord(domain, name, *columns)
+    return DocumentRecord(document.domain, document.name, *columns)
 
 
 def log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Tensor:

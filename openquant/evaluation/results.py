@@ -229,7 +229,7 @@ class Measurements:
         for number, by_document in state["records"].items():
             for at, figures in by_document.items():
                 document = self.corpus.documents[at]
-                record = DocumentRecord.from_figures(document.domain, document.name, figures.numpy())
+                record = DocumentRecord.from_figures(document, figures.numpy())
                 self.records.setdefault(number, {})[at] = record
 
         self.distances.merge(state["distances"])

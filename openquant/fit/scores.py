@@ -354,12 +354,9 @@ class _Run:
                 self.source_logits.clear()
             self.source_logits[one.document] = logits
             return
-        piece = self.corpus.documents[one.document]
-        ids = torch.tensor(piece.ids)
+        document = self.corpus.documents[one.document]
         names = ("the source", "a mixture")
-        self.records[one.mixture].append(
-            compare_logits(self.source_logits[one.document], logits, ids, piece.domain, piece.name, names)
-        )
+        self.records[one.mixture].append(compare_logits(self.source_logits[one.document], logits, document, names))
 
 
 def _relative_change(source: Any, output: Any) -> float:

@@ -184,9 +184,7 @@ class Session:
         by_rank = ranks.agree(None, [[record.figures().tolist() for record in records] for records in measured])
         return [
             [
-                DocumentRecord.from_figures(
-                    document.domain, document.name, np.array(by_rank[number % ranks.size][at][number // ranks.size])
-                )
+                DocumentRecord.from_figures(document, np.array(by_rank[number % ranks.size][at][number // ranks.size]))
                 for number, document in enumerate(corpus.documents)
             ]
             for at in range(len(mixtures))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from openquant.data.corpus import Document
 from openquant.errors import SourceError
 from openquant.evaluation.kl import EDGES, DocumentRecord, bootstrap_interval, compare_logits, kl_histogram, summarize
 
@@ -30,7 +31,7 @@ def logits(seed: int, dtype: torch.dtype = torch.bfloat16, noise: float = 0.05) 
 
 def records(documents: list[tuple[torch.Tensor, ...]]) -> list[DocumentRecord]:
     return [
-        compare_logits(source, output, ids, f"domain {number % 2}", f"document {number}", MODELS)
+        compare_logits(source, output, Document(f"domain {number % 2}", f"document {number}", (*ids.tolist(),)), MODELS)
         for number, (source, output, ids) in enumerate(documents)
     ]
 
@@ -83,10 +84,10 @@ def test_a_small_kl_is_not_lost_in_float32() -> None:
     output = source + 3e-4 * torch.randn(source.shape, generator=chance)
     p, q = source[:-1].double().log_softmax(-1), output[:-1].double().log_softmax(-1)
     exact = (p.exp() * (p - q)).sum(-1).numpy()
-    found = compare_logits(source, output, torch.zeros(65, dtype=torch.int64), "", "", MODELS)
+    found = compare_logits(source, output, Document("", "", (0,) * 65), MODELS)
     assert exact.mean() < 6e-8
     assert found.kl.mean() == pytest.approx(exact.mean(), rel=1e-4)
-    assert compare_logits(source, source, torch.zeros(65, dtype=torch.int64), "", "", MODELS).kl.max() == 0
+    assert compare_logits(source, source, Document("", "", (0,) * 65), MODELS).kl.max() == 0
 
 
 def test_tokens_that_only_one_of_two_models_holds_possible() -> None:
@@ -97,7 +98,7 @@ def test_tokens_that_only_one_of_two_models_holds_possible() -> None:
     source[:-1, 3] += height
     output[:-1, 7] += height
     p, q = source[:-1].double().log_softmax(-1), output[:-1].double().log_softmax(-1)
-    found = compare_logits(source, output, torch.zeros(9, dtype=torch.int64), "", "", MODELS)
+    found = compare_logits(source, output, Document("", "", (0,) * 9), MODELS)
     assert found.kl == pytest.approx((p.exp() * (p - q)).sum(-1).numpy(), rel=1e-5)
 
 
@@ -145,8 +146,8 @@ def test_the_histogram_counts_every_position_once() -> None:
 
 def test_what_is_not_finite_is_named() -> None:
     for who, value in ((0, math.nan), (1, -math.inf)):
-        document = logits(6)[0]
-        document[who][70, 3] = value
+        *both, ids = logits(6)[0]
+        both[who][70, 3] = value
         with pytest.raises(SourceError) as caught:
-            compare_logits(*document, "", "a.txt", MODELS)
+            compare_logits(*both, Document("", "a.txt", (*ids.tolist(),)), MODELS)
         assert caught.value.message == f"{MODELS[who]} answers with NaN or infinity at position 70 of a.txt"

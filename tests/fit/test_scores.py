@@ -62,9 +62,8 @@ def written(source: Path, output: Path) -> list[np.ndarray]:
             streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH])
             for root in (source, output)
         )
-    names = ("source", "output")
     return [
-        compare_logits(plain[0], rounded[0], ids, "", "", names).kl
+        compare_logits(plain[0], rounded[0], Document("", "", (*ids.tolist(),)), ("", "")).kl
         for plain, rounded, ids in zip(before, after, BATCH, strict=True)
     ]
 
@@ -169,9 +168,8 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     passes = [[ForwardPass(plain, partial(plain.logits, ids)), served.passes(ids)[1]] for ids in BATCH]
     with products_in_float32():
         run_interleaved(passes, finished=lambda *value: found.append(value[2]))
-    names = ("source", "output")
     expected = [
-        compare_logits(before, after, ids, "", "", names).kl
+        compare_logits(before, after, Document("", "", (*ids.tolist(),)), ("", "")).kl
         for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
     ]
     assert same(records, expected)
