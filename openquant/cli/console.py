@@ -255,7 +255,7 @@ class Terminal(Reporter):
         from ..report.text import details_text, plan_text
 
         width = columns()
-        text = plan_text(plan, source.place, output, expected_download(source, plan), others, self.space, width)
+        text = plan_text(plan, source.place, output, expected_download(source, plan), self.space, width)
         if self.verbose:
             text += f"\n{details_text(plan, width)}"
         say(text, sys.stdout, coloured=True)

@@ -6,5 +6,5 @@ card          README.md of an output (card.jinja, evaluation.jinja), with a link
 html, charts  an HTML page of evaluations or of a search; its charts, and pictures of one or several outputs
 cells         what cells of tables say; names and texts of others made safe to print
 
-print(plan_text(plan, "Qwen/Qwen3-8B", Path("Qwen3-8B-FP8"), download, notes=()))
+print(plan_text(plan, "Qwen/Qwen3-8B", Path("Qwen3-8B-FP8"), download))
 """

@@ -47,7 +47,6 @@ def plan_text(
     model: str,
     output: Path,
     download: tuple[int, int],
-    notes: Sequence[str],
     space: DiskSpace | None = None,
     width: int | None = None,
 ) -> str:
@@ -58,8 +57,7 @@ def plan_text(
         model: the source's name.
         output: the output directory.
         download: bytes that are fetched from the Hub, and the most shards of them on disk with --stream.
-        notes: notes on the download and the disk.
-        space: the disk space that the run needs; None if it is not known.
+        space: the disk space that the run needs, with notes on it; None if it is not known.
         width: the most characters of a line; None for any number.
 
     Returns:
@@ -79,7 +77,7 @@ def plan_text(
         rows.append(("keep", size, size, f"{count} vectors and scalars: norm, bias or the like"))
 
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
-    last = [f"note: {note}" for note in (*plan.notes, *notes)]
+    last = [f"note: {note}" for note in (*plan.notes, *(space.notes if space else ()))]
     if any(
         weight.format is not None and not weight.is_stored_as(scheme.format) and not weight.divides_into(scheme.format)
         for weight, scheme in plan.decisions.quantized

@@ -48,7 +48,7 @@ def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     plan = make_unchanged_plan(open_checkpoint(source), PlanOptions(fp8_kv_cache=True))
     assert summary.suffix(plan) == "-KV8" and summary.scheme_name(plan) == "none"
-    text = plan_text(plan, "source", tmp_path / "out", (0, 0), ())
+    text = plan_text(plan, "source", tmp_path / "out", (0, 0))
     assert "Qwen3ForCausalLM, weights as they are\n" in text and "all weights as they are\n" in text
     compress(source, tmp_path / "out", "none", kv_cache="fp8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
