@@ -313,9 +313,9 @@ class Planner:
             assign.refuse_size(entry, layers, config, options.tp)
 
         # Decide.
-        input_absmax = serving.find_input_absmax(schemes, options.calibration, entry, layers, fused)
-        keeps = isinstance(choice, assign.SourceChoice)
-        decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps)
+        decisions = Decisions(scheme, items, layers, fused, keeps=isinstance(choice, assign.SourceChoice))
+        input_absmax = serving.find_input_absmax(schemes, options.calibration, entry, decisions)
+        decisions = replace(decisions, input_absmax=input_absmax)
         limits = assign.EngineLimits(decisions, entry, config, options, choice.is_decided)
         decisions, scheme_notes = _assign_layers(limits, choice, in_scheme)
 

@@ -697,11 +697,7 @@ def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: b
 
 
 def find_input_absmax(
-    schemes: Iterable[Scheme],
-    calibration: Calibration | None,
-    entry: ModuleRules,
-    layers: Mapping[str, Weight],
-    fused: Mapping[str, tuple[str, ...]],
+    schemes: Iterable[Scheme], calibration: Calibration | None, entry: ModuleRules, decisions: Decisions
 ) -> dict[str, float]:
     """Find the largest magnitude of each layer's input activations, shared where engines share a scale.
 
@@ -713,8 +709,7 @@ def find_input_absmax(
         schemes: all schemes of the plan.
         calibration: statistics of the inputs of layers; None without.
         entry: what the registry says of each module of the architecture.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        fused: for each module that engines fuse with others, the full names of all members, itself included.
+        decisions: the weights that may be quantized, and which of them engines fuse.
 
     Returns:
         The largest absolute input, by full module name; layers that the calibration did not observe are absent. Empty
@@ -723,8 +718,8 @@ def find_input_absmax(
     if calibration is None or not any(scheme.format.input_scale for scheme in schemes):
         return {}
     shared_absmax: dict[tuple[str, ...], float] = {}
-    keys = scale_sharing_keys(entry, layers, fused)
-    for module, weight in layers.items():
+    keys = scale_sharing_keys(entry, decisions.layers, decisions.fused)
+    for module, weight in decisions.layers.items():
         statistics = calibration.of(weight.source.name)
         if statistics is not None:
             shared_absmax[keys[module]] = max(statistics.largest, shared_absmax.get(keys[module], 0.0))
