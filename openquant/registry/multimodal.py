@@ -54,32 +54,6 @@ GEMMA3_WRAPPED = wrap(
     *PROJECTED,
     spellings=(LANGUAGE_MODEL, TOWER),
 )
-# vLLM builds everything around the language model without quantization (models/gemma3n_mm.py:616-626).
-GEMMA3N_WRAPPED = wrap(
-    GEMMA3N,
-    "Gemma3nForConditionalGeneration",
-    *("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
-    layers="model.language_model.layers.*",
-    spellings=tuple(
-        tuple(name.replace("model.", "model.language_model.", 1) for name in group) for group in GEMMA3N.spellings
-    ),
-)
-# vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which block layers do not have.
-MISTRAL3_WRAPPED = wrap(
-    LLAMA,
-    "Mistral3ForConditionalGeneration",
-    *PROJECTED,
-    # SGLang names the language model as if it had no wrapper.
-    spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
-    refused=(
-        Refusal(
-            "block",
-            "fp8",
-            f"{VLLM} does not find its block scales",
-            "use --scheme tensor or channel, or --format compressed-tensors",
-        ),
-    ),
-)
 # Encoder and decoder share all weights but a scalar, and vLLM builds their layers under one name
 # (models/diffusion_gemma.py:156-164). It builds self-conditioning, which reads the previous step, without quantization
 # (:80-92).
@@ -108,15 +82,6 @@ DIFFUSION_GEMMA = replace(
         Keep("model.decoder.self_conditioning.*", "reads the previous step's output"),
     ),
 )
-# Mistral 3 under other names (vLLM models/lightonocr.py:133).
-LIGHTON_OCR = wrap(
-    LLAMA,
-    "LightOnOCRForConditionalGeneration",
-    "vision_encoder",
-    "vision_projection",
-    # SGLang names the language model as if it had no wrapper.
-    spellings=(("model.language_model.layers.", "model.layers."),),
-)
 # Older files use model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper accepts both.
 QWEN_VISION = "visual"
 QWEN2_VL = wrap(
@@ -127,14 +92,6 @@ QWEN2_VL = wrap(
     # transformers 5 looks up the tower by its newer name only.
     spellings=(("visual.", "model.visual."),),
     sglang=replace(RENAMED, cache=NO_CACHE),
-)
-QWEN3_VL = wrap(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
-# Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
-QWEN3_VL_MOE = wrap(
-    replace(QWEN3_MOE, experts=(stacked_experts(".mlp.experts", transposed=True),)),
-    "Qwen3VLMoeForConditionalGeneration",
-    QWEN_VISION,
-    sglang=RENAMED,
 )
 
 # vLLM models/mllama4.py has no name mapper: it loads and looks up these names only.
@@ -164,15 +121,6 @@ TOWER_QKV = FusedLayers(
 )
 CLIP = replace(LLAMA, fused=(*LLAMA.fused, TOWER_QKV))
 LLAVA = wrap(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
-# vLLM models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
-LFM2_VL = wrap(
-    replace(LFM2, fused=(*LFM2.fused, TOWER_QKV)),
-    "Lfm2VlForConditionalGeneration",
-    *PROJECTED,
-    spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
-    # SGLang models/lfm2_vl.py:69.
-    sglang=sglang_refuses("it builds the projector without a name, and quantizes it"),
-)
 IDEFICS3 = wrap(
     LLAMA,
     "Idefics3ForConditionalGeneration",
@@ -201,16 +149,6 @@ GLM4V = wrap(
 AUDIO = ("audio_tower", "multi_modal_projector")
 
 QWEN2_AUDIO = wrap(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
-# vLLM builds the tower without quantization (models/funasr.py), and has no packed_modules_mapping.
-FUN_ASR = wrap(
-    replace(LLAMA, fused=tuple(replace(fused, listed_as=fused.sglang) for fused in LLAMA.fused)),
-    "FunASRForConditionalGeneration",
-    "audio_encoder",
-    "audio_adaptor",
-    layers="llm.model.layers.*",
-    text_config=None,
-    # transformers has the class under other names (fun_asr_nano).
-)
 PADDLE_OCR = wrap(
     replace(
         LLAMA,
@@ -243,17 +181,6 @@ QWEN2_5_OMNI = wrap_thinker(
     "token2wav",
     towers=OMNI_TOWERS,
 )
-QWEN3_OMNI = wrap_thinker(
-    QWEN3_MOE,
-    "Qwen3OmniMoeForConditionalGeneration",
-    *(f"thinker.{tower}" for tower in OMNI_TOWERS),
-    "talker",
-    "code2wav",
-    towers=OMNI_TOWERS,
-    # models/qwen3_omni_moe_thinker.py:1152
-    head_refused=NAMELESS_HEAD,
-    sglang=sglang_refuses("it quantizes the towers, which it looks up by names not in the list"),
-)
 # Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
 # transformers uses the names of newer files, without "thinker.".
 QWEN3_ASR = wrap_thinker(LLAMA, "Qwen3ASRForConditionalGeneration", "thinker.audio_tower", towers=("audio_tower",))
@@ -271,15 +198,6 @@ MOSS = wrap(
         tuple(f"{layer}.{path}" for layer, path in zip(MOSS_TOWER, ("fc", "mlp.fc"), strict=True)),
     ),
     # transformers uses the names of newer files.
-)
-# vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
-HCX_VISION = wrap(
-    LLAMA,
-    "HCXVisionV2ForCausalLM",
-    *("vision_model", "mm_projector", "discrete_vision_model"),
-    layers="model.language_model.model.layers.*",
-    spellings=(("model.language_model.", "language_model."), ("model.vision_model.", "visual.")),
-    # transformers has another name for the projector in files (conversion_mapping.py:1651).
 )
 # q, k and v are one tensor, as are up and gate; vLLM gives them other names (models/molmo2.py:2305-2333). It builds all
 # layers of the language model without names (models/molmo2.py:894-950, 1018-1034).
@@ -381,20 +299,6 @@ ARIA = wrap(
     *PROJECTED,
     spellings=(LANGUAGE_MODEL,),
 )
-# The first half of the experts is for text, the second half, of smaller ones, for images. Each half has its own router,
-# and in vLLM its own name (models/ernie45_vl_moe.py:243).
-ERNIE_VL = wrap(
-    replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
-    "Ernie4_5_VLMoeForConditionalGeneration",
-    "vision_model",
-    "resampler_model",
-    layers="model.layers.*",
-    renames=tuple(
-        (f".mlp.{part}", f".mlp.{half}_experts{end}")
-        for part, end in (("experts", ""), ("gate", "_gate"))
-        for half in ("text", "vision")
-    ),
-)
 
 # vLLM builds everything around the language model without quantization (models/nano_nemotron_vl.py:992-1034).
 NEMOTRON_OMNI = wrap(
@@ -415,14 +319,6 @@ NEMOTRON_OMNI = wrap(
     sglang=NEMOTRON_H.sglang,
 )
 
-HUNYUAN_VL = wrap(LLAMA, "HunYuanVLForConditionalGeneration", "vit", "vision_tower", layers=EITHER, sglang=NO_GROUPS)
-VIBEVOICE_ASR = wrap(
-    LLAMA,
-    "VibeVoiceAsrForConditionalGeneration",
-    *("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
-    sglang=NO_GROUPS,
-)
-
 BLIP2_TEXT = "language_model.model.decoder"
 # vLLM models/blip2.py:532 builds the tower without a name.
 BLIP2 = wrap(
@@ -438,30 +334,28 @@ BLIP2 = wrap(
     spellings=(("vision_model.", "."),),
 )
 
-# vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one with a window and a larger latent
-# vector; both caches have that size, in the layouts of several kernels. A gate with a row for each head, and towers
-# without quantization (models/dots3_note/nvidia/multimodal.py:133).
-DOTS3_NOTE = wrap(
-    replace(
-        DEEPSEEK_V32,
-        keep=(
-            *DEEPSEEK_V32.keep,
-            Keep(".self_attn.g_proj", "a gate for each head", divided=True),
-            Keep("model.mtp.**", MTP_LAYER),
-        ),
-        cached=(),
-    ),
-    "Dots3NoteForCausalLM",
-    "vision_encoder",
-    "audio_encoder",
-    layers="model.layers.*",
-    text_config=None,
-    spellings=(("model.", "language_model.model."),),
-)
-
 ENTRIES = (
     BLIP2,
-    DOTS3_NOTE,
+    # vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one with a window and a larger latent
+    # vector; both caches have that size, in the layouts of several kernels. A gate with a row for each head, and towers
+    # without quantization (models/dots3_note/nvidia/multimodal.py:133).
+    wrap(
+        replace(
+            DEEPSEEK_V32,
+            keep=(
+                *DEEPSEEK_V32.keep,
+                Keep(".self_attn.g_proj", "a gate for each head", divided=True),
+                Keep("model.mtp.**", MTP_LAYER),
+            ),
+            cached=(),
+        ),
+        "Dots3NoteForCausalLM",
+        "vision_encoder",
+        "audio_encoder",
+        layers="model.layers.*",
+        text_config=None,
+        spellings=(("model.", "language_model.model."),),
+    ),
     LLAVA,
     *(
         replace(LLAVA, name=f"{name}ForConditionalGeneration")
@@ -470,7 +364,15 @@ ENTRIES = (
     replace(LLAVA, name="PaliGemmaForConditionalGeneration", attends_ahead=True),
     replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"], sglang=SGLangLimits()),
     INTERNVL,
-    LFM2_VL,
+    # vLLM models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
+    wrap(
+        replace(LFM2, fused=(*LFM2.fused, TOWER_QKV)),
+        "Lfm2VlForConditionalGeneration",
+        *PROJECTED,
+        spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
+        # SGLang models/lfm2_vl.py:69.
+        sglang=sglang_refuses("it builds the projector without a name, and quantizes it"),
+    ),
     IDEFICS3,
     replace(IDEFICS3, name="SmolVLMForConditionalGeneration"),
     GLM4V,
@@ -500,34 +402,79 @@ ENTRIES = (
         spellings=(LANGUAGE_MODEL, TOWER),
     ),
     *(wrap(QWEN3_5, f"MiniCPMV4_{number}ForConditionalGeneration", "vision_tower", "merger") for number in (6, 7)),
-    FUN_ASR,
+    # vLLM builds the tower without quantization (models/funasr.py), and has no packed_modules_mapping.
+    wrap(
+        replace(LLAMA, fused=tuple(replace(fused, listed_as=fused.sglang) for fused in LLAMA.fused)),
+        "FunASRForConditionalGeneration",
+        "audio_encoder",
+        "audio_adaptor",
+        layers="llm.model.layers.*",
+        text_config=None,
+        # transformers has the class under other names (fun_asr_nano).
+    ),
     NEMOTRON_OMNI,
     *(
         replace(NEMOTRON_OMNI, name=f"NemotronH_{name}")
         for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
     ),
     wrap(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS),
-    HUNYUAN_VL,
-    VIBEVOICE_ASR,
+    wrap(LLAMA, "HunYuanVLForConditionalGeneration", "vit", "vision_tower", layers=EITHER, sglang=NO_GROUPS),
+    wrap(
+        LLAMA,
+        "VibeVoiceAsrForConditionalGeneration",
+        *("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
+        sglang=NO_GROUPS,
+    ),
     PADDLE_OCR,
     QIANFAN,
     replace(QIANFAN, name="InternVLChatModel", text_config="llm_config"),
     QWEN2_5_OMNI,
     # As it was first published.
     replace(QWEN2_5_OMNI, name="Qwen2_5OmniModel"),
-    QWEN3_OMNI,
+    wrap_thinker(
+        QWEN3_MOE,
+        "Qwen3OmniMoeForConditionalGeneration",
+        *(f"thinker.{tower}" for tower in OMNI_TOWERS),
+        "talker",
+        "code2wav",
+        towers=OMNI_TOWERS,
+        # models/qwen3_omni_moe_thinker.py:1152
+        head_refused=NAMELESS_HEAD,
+        sglang=sglang_refuses("it quantizes the towers, which it looks up by names not in the list"),
+    ),
     QWEN3_ASR,
     # The same files, for vLLM's streaming audio input.
     replace(QWEN3_ASR, name="Qwen3ASRRealtimeGeneration"),
     ARIA,
     MOSS,
-    HCX_VISION,
+    # vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
+    wrap(
+        LLAMA,
+        "HCXVisionV2ForCausalLM",
+        *("vision_model", "mm_projector", "discrete_vision_model"),
+        layers="model.language_model.model.layers.*",
+        spellings=(("model.language_model.", "language_model."), ("model.vision_model.", "visual.")),
+        # transformers has another name for the projector in files (conversion_mapping.py:1651).
+    ),
     MOLMO2,
     *(replace(DEEPSEEK_OCR, name=f"{name}ForCausalLM") for name in ("DeepseekOCR", "DeepseekOCR2", "UnlimitedOCR")),
     wrap(
         replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
     ),
-    ERNIE_VL,
+    # The first half of the experts is for text, the second half, of smaller ones, for images. Each half has its own
+    # router, and in vLLM its own name (models/ernie45_vl_moe.py:243).
+    wrap(
+        replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "vision_model",
+        "resampler_model",
+        layers="model.layers.*",
+        renames=tuple(
+            (f".mlp.{part}", f".mlp.{half}_experts{end}")
+            for part, end in (("experts", ""), ("gate", "_gate"))
+            for half in ("text", "vision")
+        ),
+    ),
     wrap(
         MUSE_GLIMMER,
         "MuseGlimmerForConditionalGeneration",
@@ -535,13 +482,51 @@ ENTRIES = (
         layers="model.language_model.layers.*",
     ),
     GEMMA3_WRAPPED,
-    GEMMA3N_WRAPPED,
-    MISTRAL3_WRAPPED,
-    LIGHTON_OCR,
+    # vLLM builds everything around the language model without quantization (models/gemma3n_mm.py:616-626).
+    wrap(
+        GEMMA3N,
+        "Gemma3nForConditionalGeneration",
+        *("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+        layers="model.language_model.layers.*",
+        spellings=tuple(
+            tuple(name.replace("model.", "model.language_model.", 1) for name in group) for group in GEMMA3N.spellings
+        ),
+    ),
+    # vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which block layers do not have.
+    wrap(
+        LLAMA,
+        "Mistral3ForConditionalGeneration",
+        *PROJECTED,
+        # SGLang names the language model as if it had no wrapper.
+        spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
+        refused=(
+            Refusal(
+                "block",
+                "fp8",
+                f"{VLLM} does not find its block scales",
+                "use --scheme tensor or channel, or --format compressed-tensors",
+            ),
+        ),
+    ),
+    # Mistral 3 under other names (vLLM models/lightonocr.py:133).
+    wrap(
+        LLAMA,
+        "LightOnOCRForConditionalGeneration",
+        "vision_encoder",
+        "vision_projection",
+        # SGLang names the language model as if it had no wrapper.
+        spellings=(("model.language_model.layers.", "model.layers."),),
+    ),
     QWEN2_VL,
     replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
-    QWEN3_VL,
-    QWEN3_VL_MOE,
+    wrap(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED),
+    # Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
+    wrap(
+        replace(QWEN3_MOE, experts=(stacked_experts(".mlp.experts", transposed=True),)),
+        "Qwen3VLMoeForConditionalGeneration",
+        QWEN_VISION,
+        sglang=RENAMED,
+    ),
     wrap(GEMMA4, "Gemma4ForConditionalGeneration", "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     DIFFUSION_GEMMA,
     wrap(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
