@@ -344,12 +344,21 @@ def claim_of(job: Job, generated: Mapping[str, bytes], publisher: Publisher | No
         scratch += scratch_bytes(source, source_needs(source, plan)) * job.ranks.size
 
     transforms = plan.options.transforms
+    facts = WeightFacts(
+        gptq=plan.options.gptq is not None,
+        tuned=plan.is_tuned,
+        smoothed=transforms is not None and bool(transforms.title),
+        weighed=transforms is not None and transforms.weighed > 0,
+        keeps_codes=plan.decisions.keeps,
+        from_quantized=summary.has_quantized_source(plan),
+        static_scales=chosen_scales(plan.decisions, plan.entry),
+    )
     contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
         files,
         plan.provenance._replace(copy=run.copy, smoothing=transforms.scales if transforms else {}),
-        _weight_facts(plan),
+        facts,
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=scratch,
     )
@@ -359,18 +368,4 @@ def claim_of(job: Job, generated: Mapping[str, bytes], publisher: Publisher | No
         run.overwrite,
         elsewhere=publisher.uploaded_shards if publisher else frozenset,
         sources=lambda: {**job.stamps, **source.digests(job.checkpoint)},
-    )
-
-
-def _weight_facts(plan: Plan) -> WeightFacts:
-    """Return what a plan does to weights, for the journal."""
-    transforms = plan.options.transforms
-    return WeightFacts(
-        gptq=plan.options.gptq is not None,
-        tuned=plan.is_tuned,
-        smoothed=transforms is not None and bool(transforms.title),
-        weighed=transforms is not None and transforms.weighed > 0,
-        keeps_codes=plan.decisions.keeps,
-        from_quantized=summary.has_quantized_source(plan),
-        static_scales=chosen_scales(plan.decisions, plan.entry),
     )
