@@ -9,8 +9,12 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import TypeVar
 
 from .errors import UsageError
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _TOKEN = re.compile(r"\*\*|\*|\{([^{}]*)\}|[^*{}]+|.", re.DOTALL)
 
@@ -125,6 +129,14 @@ def collapse(names: Iterable[str]) -> list[str]:
         ranges = [_ranges(sorted(set(column))) for column in zip(*rows, strict=True)]
         result.append(parts[0] + "".join(text + part for text, part in zip(ranges, parts[1:], strict=True)))
     return result
+
+
+def group_pairs(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in the order in which they come first."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -26,6 +26,7 @@ from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.model_files import open_regular, parse_json, read_small, short_repr
 from ..machine import first_line
+from ..patterns import group_pairs
 from ..version import install_hint
 from .tokenizer import Message, Tokenizer
 
@@ -299,11 +300,8 @@ def own_texts(purpose: str) -> dict[str, list[TextOrChat]]:
         Its texts and chats by domain: "prose", "code", "chats" and "languages".
     """
     path = OWN_TEXTS / f"{purpose}.jsonl"
-    texts: dict[str, list[TextOrChat]] = {}
-    for line in path.read_bytes().splitlines():
-        row = json.loads(line)
-        texts.setdefault(row["domain"], []).append(parse_row(row, path))
-    return texts
+    rows = map(json.loads, path.read_bytes().splitlines())
+    return group_pairs((row["domain"], parse_row(row, path)) for row in rows)
 
 
 # Most tokens of a prompt.

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.model_files import parse_json, read_small, short_repr
 from ..machine import first_line
+from ..patterns import group_pairs
 from ..version import install_hint
 
 # The metrics of lm-eval that say of each question whether the answer is right.
@@ -162,10 +164,7 @@ class LMEvalTasks:
 
         samples = self._run(record)
         self.requests = [_texts(instance) for instance in asked]
-        self._requests_of: dict[str, list[int]] = {}
-        for number, instance in enumerate(asked):
-            self._requests_of.setdefault(instance.task_name, []).append(number)
-
+        self._requests_of = group_pairs((instance.task_name, number) for number, instance in enumerate(asked))
         self.questions = sum(len(_questions(of_task)) for of_task in samples.values())
         self.metrics = {name: list(_scores(of_task)) for name, of_task in samples.items()}
 
@@ -209,12 +208,10 @@ class LMEvalTasks:
                 "`lm-eval ls tasks` lists its tasks; their data comes from the Hub",
             ) from error
 
-        samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for name, of_task in results["samples"].items():
-            by_filter = samples.setdefault(name, {})
-            for sample in sorted(of_task, key=lambda sample: sample["doc_id"]):
-                by_filter.setdefault(sample["filter"], []).append(sample)
-        return samples
+        return {
+            name: group_pairs((sample["filter"], sample) for sample in sorted(of_task, key=itemgetter("doc_id")))
+            for name, of_task in results["samples"].items()
+        }
 
 
 def _backend(answer: Callable[[list[Any]], _Probabilities]) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..data.corpus import Document
 from ..errors import SourceError
+from ..patterns import group_pairs
 
 # Logits converted to float32 at a time. With a vocabulary of 49k a position takes 0.5 ms on a CPU; with chunks four
 # times as large it takes 1.0, as they no longer fit the CPU's caches.
@@ -231,10 +232,7 @@ def _kl_in_bins(kl: Figures, values: npt.NDArray[Any], edges: Sequence[float]) -
 
 def _kl_by_domain(records: Sequence[DocumentRecord], seed: int) -> list[dict[str, Any]]:
     """The mean KL of each file or subset, with its interval."""
-    of_domains: dict[str, list[Figures]] = {}
-    for record in records:
-        of_domains.setdefault(record.domain, []).append(record.kl)
-
+    of_domains = group_pairs((record.domain, record.kl) for record in records)
     return [
         {
             "domain": domain,

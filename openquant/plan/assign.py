@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
 from ..formats.schemes import INT8_W8A16, Scheme
-from ..patterns import collapse, compile_pattern
+from ..patterns import collapse, compile_pattern, group_pairs
 from ..registry.architecture import Architecture, ModuleRules, is_embedding, is_head
 from ..weights.weight import Weight
 from .architecture import fused_parts, why_indivisible, why_not_reordered
@@ -93,11 +93,10 @@ class EngineLimits:
 
     def group_layers(self) -> Collection[list[str]]:
         """Return groups of modules that get the same scheme: fused layers, and all experts of a layer."""
-        groups: dict[str, list[str]] = {}
-        for module in self.decisions.layers:
-            first, *_ = self.decisions.fused.get(module, (module,))
-            groups.setdefault(self.entry.experts(module) or first, []).append(module)
-        return groups.values()
+        fused = self.decisions.fused
+        return group_pairs(
+            (self.entry.experts(module) or fused.get(module, (module,))[0], module) for module in self.decisions.layers
+        ).values()
 
     def why_none_of(self, modules: list[str], scheme: Scheme) -> dict[str, str]:
         """Return why each module of a group cannot have a scheme; empty if all can."""

@@ -26,7 +26,7 @@ from ..errors import SourceError
 from ..files.model_files import MAX_INDEX, parse_json, read_small, short_repr
 from ..files.shardfile import TensorInfo
 from ..models import config_value
-from ..patterns import collapse, compile_pattern, list_first
+from ..patterns import collapse, compile_pattern, group_pairs, list_first
 from ..registry.architecture import (
     ANY,
     EMBEDDING,
@@ -287,10 +287,7 @@ class _Comparer:
         unsaid: dict[str, dict[int, list[TensorInfo]]] = {}
 
         for pattern, rules in self._rules():
-            by_shape: dict[tuple[int, ...], list[TensorInfo]] = {}
-            for _, info in self.stored.find(pattern):
-                by_shape.setdefault(info.shape, []).append(info)
-
+            by_shape = group_pairs((info.shape, info) for _, info in self.stored.find(pattern))
             for shape, infos in by_shape.items():
                 misfits = [self._misfit(rule, shape) for rule in rules]
                 if None not in misfits:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ..diagnosis.result import BROKEN
 from ..fit.table import FitTable, Held, SchemeFit, SearchResult, Target
 from ..formats.hardware import ENGINES, ENGINES_FOR
+from ..patterns import group_pairs
 from .cells import NOTHING, gigabytes, join_lines, optional, or_dash, paragraphs, short, table, terminal
 
 
@@ -178,17 +179,12 @@ def _heads(found: FitTable) -> list[str]:
 
 def _needs(rows: Iterable[SchemeFit]) -> list[str]:
     """Say what schemes need that does not come with the engine."""
-    by_need: dict[str, list[str]] = {}
-    for row in rows:
-        for need in row.needs:
-            by_need.setdefault(need, []).append(str(row.scheme))
+    by_need = group_pairs((need, str(row.scheme)) for row in rows for need in row.needs)
     return [f"{need}: needed for {', '.join(schemes)}" for need, schemes in by_need.items()]
 
 
 def _refused_lines(found: FitTable) -> list[str]:
-    by_reason: dict[str, list[str]] = {}
-    for scheme, reason in found.refused.items():
-        by_reason.setdefault(reason, []).append(scheme)
+    by_reason = group_pairs((reason, scheme) for scheme, reason in found.refused.items())
     return [terminal(f"not {', '.join(schemes)}: {reason}") for reason, schemes in by_reason.items()]
 
 

@@ -41,6 +41,7 @@ from ..formats import kernels
 from ..formats.numbers import Floats
 from ..formats.reference import TORCH_DTYPES
 from ..models import MODELS
+from ..patterns import group_pairs
 from ..plan.architecture import known_architecture
 from ..registry.architecture import StackedExperts
 from ..weights.reading import Reader
@@ -129,9 +130,7 @@ class MetaModel:
         self.needs = self._find_needs()
 
     def _find_needs(self) -> dict[str, UnitTensors]:
-        made_of: dict[str, list[str]] = {}
-        for tensor, target in self.targets.items():
-            made_of.setdefault(target, []).append(tensor)
+        made_of = group_pairs((target, tensor) for tensor, target in self.targets.items())
 
         # Parameters that are tied to each one.
         partners: dict[str, list[str]] = {}

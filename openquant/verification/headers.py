@@ -17,6 +17,7 @@ from ..files.shardfile import TensorInfo
 from ..formats.format import INPUT_SCALE
 from ..formats.quantization import IN_COLUMNS, Quantization
 from ..formats.schemes import Scheme
+from ..patterns import group_pairs
 from ..registry.architecture import NOT_LINEAR, ROUTER, ModuleRules, is_table
 from ..weights.quant_error import LayerError
 from ..weights.weight import Weight
@@ -219,12 +220,7 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
     """
     layers = headers.layers(entry)
 
-    groups: dict[str, list[str]] = {}
-    for module in layers:
-        experts = entry.experts(module)
-        if experts is not None:
-            groups.setdefault(experts, []).append(module)
-
+    groups = group_pairs((experts, module) for module in layers if (experts := entry.experts(module)) is not None)
     for members in set(entry.fused_groups(layers).values()):
         # The group of all experts of a layer includes them.
         if entry.experts(members[0]) is None:
