@@ -529,30 +529,6 @@ STEP3P7 = wrap(
     ),
 )
 
-# vLLM models/kimi_k25.py:311.
-KIMI_K25 = wrap(
-    DEEPSEEK_V3,
-    "KimiK25ForConditionalGeneration",
-    "vision_tower",
-    "mm_projector",
-    layers="language_model.model.layers.*",
-    renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
-    # SGLang models/kimi_k25.py:693
-    sglang=DEEPSEEK_V3.sglang,
-)
-
-# vLLM builds everything around the language model without quantization (models/kimi_vl.py:325-334).
-KIMI_VL = wrap(
-    DEEPSEEK_V3,
-    "KimiVLForConditionalGeneration",
-    "vision_tower",
-    "multi_modal_projector",
-    layers="language_model.model.layers.*",
-    # transformers has no such class.
-    # SGLang models/kimi_vl.py:168
-    sglang=DEEPSEEK_V3.sglang,
-)
-
 # The indexer of sparse attention is fused with q, k and v (vLLM model_executor/layers/linear.py:1352).
 INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
 M3_ATTENTION = replace(
@@ -606,8 +582,28 @@ ENTRIES = (
     MIMO_V2,
     STEP3P5,
     STEP3P7,
-    KIMI_K25,
-    KIMI_VL,
+    # vLLM models/kimi_k25.py:311.
+    wrap(
+        DEEPSEEK_V3,
+        "KimiK25ForConditionalGeneration",
+        "vision_tower",
+        "mm_projector",
+        layers="language_model.model.layers.*",
+        renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
+        # SGLang models/kimi_k25.py:693
+        sglang=DEEPSEEK_V3.sglang,
+    ),
+    # vLLM builds everything around the language model without quantization (models/kimi_vl.py:325-334).
+    wrap(
+        DEEPSEEK_V3,
+        "KimiVLForConditionalGeneration",
+        "vision_tower",
+        "multi_modal_projector",
+        layers="language_model.model.layers.*",
+        # transformers has no such class.
+        # SGLang models/kimi_vl.py:168
+        sglang=DEEPSEEK_V3.sglang,
+    ),
     wrap(
         MINIMAX_M3,
         "MiniMaxM3SparseForConditionalGeneration",
