@@ -25,6 +25,7 @@ from ..errors import PlanError, UsageError
 from ..formats.hardware import ENGINES_FOR, GPU, schemes_on
 from ..formats.schemes import Scheme, find_scheme
 from ..job import Opened
+from ..patterns import group_pairs
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
@@ -371,10 +372,8 @@ def units_of(plans: Mapping[str, Plan]) -> list[Unit]:
 
 def _patterns(modules: Iterable[str]) -> tuple[str, ...]:
     """A pattern for the modules of each parent: ("model.layers.0.self_attn.{q_proj,k_proj,v_proj}",)."""
-    by_parent: dict[str, list[str]] = {}
-    for module in modules:
-        parent, dot, last = module.rpartition(".")
-        by_parent.setdefault(parent + dot, []).append(last)
+    parts = (module.rpartition(".") for module in modules)
+    by_parent = group_pairs((parent + dot, last) for parent, dot, last in parts)
     return tuple(
         parent + (names[0] if len(names) == 1 else f"{{{','.join(names)}}}") for parent, names in by_parent.items()
     )

@@ -33,7 +33,7 @@ from ..hub.source import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
 from ..options import Check
-from ..patterns import collapse
+from ..patterns import collapse, group_pairs
 from ..plan.architecture import find_architecture, known_architecture, text_config
 from ..plan.assign import DirectoryChoice
 from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
@@ -422,10 +422,9 @@ class _Verification:
     def _check_complete(self, source: Checkpoint) -> None:
         """Check that every tensor of the source is there, whole or split into experts."""
         tensors = self.checkpoint.tensors
-        experts: dict[str, list[str]] = {}
-        for layer in self.originals.values():
-            if layer.expert >= 0:
-                experts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
+        experts = group_pairs(
+            (layer.source.name, f"{layer.module}.weight") for layer in self.originals.values() if layer.expert >= 0
+        )
 
         # Scales of the cache have other names in some sources.
         renamed = set()
