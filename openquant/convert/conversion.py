@@ -373,9 +373,10 @@ class _Worker:
         for buffer in self.buffers:
             buffer.wait()
 
-    def _next_buffer(self) -> _OutputBuffer:
+    def _take(self, offset: int, nbytes: int) -> Bytes:
+        """Return uint8 [nbytes] for bytes that will go to `offset`, in the buffer that was not taken last."""
         self.buffers.reverse()
-        return self.buffers[0]
+        return self.buffers[0].take(offset, nbytes)
 
     def _copy(self, write: CopyTensor | CopyRounded, source: SourceFile, offset: int, file: ShardFile) -> None:
         """Copy a tensor that begins at `offset` of a file."""
@@ -384,14 +385,13 @@ class _Worker:
         done = 0
 
         while done < nbytes:
-            buffer = self._next_buffer()
-            piece = buffer.take(write.target + done, min(reading.BUFFER, nbytes - done))
+            piece = self._take(write.target + done, min(reading.BUFFER, nbytes - done))
             source.read(piece, offset + done, name)
             if isinstance(write, CopyTensor):
                 self.findings.look_at(write.tensor, piece)
             else:
                 self.findings.look_at_rounded(write.tensor, write.zero, piece)
-            buffer.send(file, piece, write.target + done)
+            self.buffers[0].send(file, piece, write.target + done)
             done += piece.nbytes
 
     def _copy_scale(self, write: CopyScale, file: ShardFile) -> None:
@@ -416,20 +416,18 @@ class _Worker:
         target = write.target
         tensor = _tensor(write.weight)
         for bits in rows:
-            buffer = self._next_buffer()
-            piece = buffer.take(target, bits.nbytes)
+            piece = self._take(target, bits.nbytes)
             piece[:] = bits.reshape(-1).view(np.uint8)
             self.findings.look_at(tensor, piece)
-            buffer.send(file, piece, target)
+            self.buffers[0].send(file, piece, target)
             target += piece.nbytes
 
     def _decode(self, write: Decode, file: ShardFile) -> None:
         target = write.target
         for bits in self.reader.rows(write.weight, 1):
-            buffer = self._next_buffer()
-            piece = buffer.take(target, bits.nbytes // 2)
+            piece = self._take(target, bits.nbytes // 2)
             self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
-            buffer.send(file, piece, target)
+            self.buffers[0].send(file, piece, target)
             target += piece.nbytes
 
     def _decode_transposed(self, write: Decode, file: ShardFile) -> None:
@@ -494,8 +492,7 @@ class _Worker:
             for low in range(0, weight.shape[0], step):
                 count = min(step, weight.shape[0] - low)
                 target = piece.target + low * pitch
-                buffer = self._next_buffer()
-                codes = buffer.take(target, count * pitch)
+                codes = self._take(target, count * pitch)
 
                 self.reader.read_codes(source, weight, low, codes)
                 powers = scheme.format.scale.power_of_two or exact is not None
@@ -508,7 +505,7 @@ class _Worker:
                         scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item()
                     )
 
-                buffer.send(file, codes, target)
+                self.buffers[0].send(file, codes, target)
                 stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
 
                 if low == 0 or group[0] is not None:
@@ -590,12 +587,11 @@ class _Worker:
             if zero_point is not None and zero_target is not None:
                 zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
 
-            buffer = self._next_buffer()
-            codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
+            codes = self._take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
             self.kernels.encode_stored(bits, weight.dtype, scale, fmt, out, zero_point)
             lost.look_at(out, zero_point, bits)
-            buffer.send(file, codes, target)
+            self.buffers[0].send(file, codes, target)
 
             target += codes.nbytes
 
