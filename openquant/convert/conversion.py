@@ -26,7 +26,7 @@ from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, ShardFile, SourceFile, TensorInfo
 from ..formats import kernels
 from ..formats.format import Format, Group
-from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words, scale_values
+from ..formats.kernels import Bits, Loops, choose_scales, choose_shared_scale, from_float32, pack_words
 from ..formats.numbers import Codes, Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
 from ..machine import first_line
@@ -395,13 +395,8 @@ class _Worker:
             done += piece.nbytes
 
     def _copy_scale(self, write: CopyScale, file: ShardFile) -> None:
-        tensor = write.tensor
-        raw = np.empty(tensor.nbytes, np.uint8)
-        with self.reader.open(write.location.shard) as source:
-            source.read(raw, write.location.offset, tensor.name)
-
-        scale = scale_values(raw, tensor.dtype)
-        reading.check_scales(scale, tensor.name, write.location.shard, reading.SMALLEST_SCALE)
+        scale = self.reader.read_scale(write.tensor)
+        reading.check_scales(scale, write.tensor.name, write.location.shard, reading.SMALLEST_SCALE)
         if write.inverse:
             scale = np.float32(1) / scale
         file.write(scale, write.target)
