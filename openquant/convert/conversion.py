@@ -308,7 +308,7 @@ class _OutputBuffer:
         self.writers = writers
         self.memory = memory
         self.buffer = AlignedBuffer(memory, 0)
-        self.pending: Future[None] | None = None
+        self.pending: Future[int] | None = None
 
     def take(self, offset: int, nbytes: int) -> Bytes:
         """Wait until the last contents are written, then return uint8 [nbytes] for bytes that will go to `offset`."""
@@ -501,11 +501,9 @@ class _Worker:
                     )
 
                 self.buffers[0].send(file, codes, target)
-                stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
-
                 if low == 0 or group[0] is not None:
-                    file.write(stored, scale_target)
-                    scale_target += stored.nbytes
+                    stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
+                    scale_target = file.write(stored, scale_target)
 
                 if zero_target is not None:
                     if zero_point is None:
@@ -575,9 +573,7 @@ class _Worker:
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
 
             if shared_absmax is None or not fmt.shared:
-                stored = fmt.encode_scales(scale, global_scale)
-                file.write(stored, scale_target)
-                scale_target += stored.nbytes
+                scale_target = file.write(fmt.encode_scales(scale, global_scale), scale_target)
 
             if zero_point is not None and zero_target is not None:
                 zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
@@ -598,9 +594,7 @@ class _Worker:
 
 def _write_zero_points(zero_point: Floats, scheme: Scheme, file: ShardFile, target: int) -> int:
     """Write the zero points of some rows at an offset. Returns the offset for those of the next rows."""
-    words = pack_words(scheme.format.number.encode(zero_point), scheme.format.number)
-    file.write(words, target)
-    return target + words.nbytes
+    return file.write(pack_words(scheme.format.number.encode(zero_point), scheme.format.number), target)
 
 
 def loops(fast: bool) -> Loops:

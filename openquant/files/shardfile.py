@@ -176,7 +176,7 @@ class ShardFile:
         except (AttributeError, OSError):
             self._direct = -1  # this system or file system has no such mode
 
-    def write(self, data: npt.NDArray[Any], offset: int) -> None:
+    def write(self, data: npt.NDArray[Any], offset: int) -> int:
         """Write an array at an offset. The write that completes the file gives it its final name.
 
         Every byte after the header must be written once. The array may be used again when this returns.
@@ -184,6 +184,9 @@ class ShardFile:
         Args:
             data: contiguous array of any dtype.
             offset: bytes from the start of the file.
+
+        Returns:
+            The offset after the array.
 
         Raises:
             OutputError: the disk is full or fails.
@@ -212,6 +215,7 @@ class ShardFile:
         if complete:
             self._publish()
         self.on_written(view.nbytes)
+        return offset + view.nbytes
 
     def _write_direct(self, view: Bytes, offset: int) -> tuple[int, int]:
         """Write the aligned part of `view` without the page cache. Returns where in `view` it begins and ends."""
