@@ -171,10 +171,9 @@ class ShardFile:
             self._handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             os.ftruncate(self._handle, self.size)
             _write_all(self._handle, memoryview(self.header), 0)
-        try:
+        # Not every system or file system has such a mode.
+        with suppress(AttributeError, OSError):
             self._direct = os.open(partial, os.O_WRONLY | os.O_DIRECT)
-        except (AttributeError, OSError):
-            self._direct = -1  # this system or file system has no such mode
 
     def write(self, data: npt.NDArray[Any], offset: int) -> int:
         """Write an array at an offset. The write that completes the file gives it its final name.
