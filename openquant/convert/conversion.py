@@ -143,20 +143,9 @@ class WeightFindings:
 
         # Of a norm that is stored as its difference from 1, zeros are sound.
         if name.endswith(WEIGHTS) and len(tensor.shape) > 1 and _has_only(0, data):
-            self._add_zeros(tensor, data.nbytes)
+            self.add_zeros(tensor, data.nbytes)
 
-    def look_at_rounded(self, tensor: TensorInfo, zero: int | None, data: Bytes) -> None:
-        """Look for nothing but codes of zero in a piece of a tensor that GPTQ has rounded.
-
-        Args:
-            tensor: its name in the output, dtype and shape.
-            zero: the byte that packed codes of zero repeat; None if there is no such byte, or for scales.
-            data: the piece.
-        """
-        if zero is not None and _has_only(zero, data):
-            self._add_zeros(tensor, data.nbytes)
-
-    def _add_zeros(self, tensor: TensorInfo, nbytes: int) -> None:
+    def add_zeros(self, tensor: TensorInfo, nbytes: int) -> None:
         """Count the bytes that are codes of zero. In a layer of zeros these are all of its bytes."""
         with self.lock:
             self.zero_bytes[tensor.name] += nbytes
@@ -360,7 +349,9 @@ class _Worker:
             case Unstack():
                 self._write_unquantized(write, self.reader.rows(write.weight, 1), file)
             case TransformWeight():
-                self._transform(write, file)
+                dtype = write.weight.source.dtype
+                rows = (from_float32(bits.view(np.float32), dtype) for bits in self.reader.rows(write.weight, 1))
+                self._write_unquantized(write, rows, file)
             case Decode() if write.weight.decodes_transposed:
                 self._decode_transposed(write, file)
             case Decode():
@@ -389,8 +380,8 @@ class _Worker:
             source.read(piece, offset + done, name)
             if isinstance(write, CopyTensor):
                 self.findings.look_at(write.tensor, piece)
-            else:
-                self.findings.look_at_rounded(write.tensor, write.zero, piece)
+            elif write.zero is not None and _has_only(write.zero, piece):
+                self.findings.add_zeros(write.tensor, piece.nbytes)
             self.buffers[0].send(file, piece, write.target + done)
             done += piece.nbytes
 
@@ -400,11 +391,6 @@ class _Worker:
         if write.inverse:
             scale = np.float32(1) / scale
         file.write(scale, write.target)
-
-    def _transform(self, write: TransformWeight, file: ShardFile) -> None:
-        dtype = write.weight.source.dtype
-        rows = (from_float32(bits.view(np.float32), dtype) for bits in self.reader.rows(write.weight, 1))
-        self._write_unquantized(write, rows, file)
 
     def _write_unquantized(self, write: Unstack | TransformWeight, rows: Iterator[Bits], file: ShardFile) -> None:
         """Write rows of a weight, given as bits [n, in] of its own dtype."""
