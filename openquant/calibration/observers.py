@@ -303,10 +303,8 @@ def find_hook_points(
         if isinstance(module, nn.Linear) and (tensors := model.made_of.get(f"{name}.weight")):
             linears[name] = RunningStatistics(tensors, module.in_features)
         elif holds_experts(module):
-            gate_up = _expert_statistics(model, name, module, FIRST)
-            if gate_up is not None:
-                gate_up.counts_routing = True
-            experts[name] = ExpertWeights(gate_up, _expert_statistics(model, name, module, DOWN))
+            first, down = (_expert_statistics(model, name, module, parameters) for parameters in (FIRST, DOWN))
+            experts[name] = ExpertWeights(first, down)
     return linears, experts
 
 
@@ -319,7 +317,6 @@ def _expert_statistics(
     if not tensors:
         return None
     # [experts, out, in], or [experts, in, out] if transposed.
-    sizes = getattr(module, existing[0]).shape[1:]
-    return RunningStatistics(
-        tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1]
-    )
+    axis = 1 if getattr(module, "is_transposed", False) else 2
+    width = getattr(module, existing[0]).shape[axis]
+    return RunningStatistics(tuple(dict.fromkeys(tensors)), width, counts_routing=parameters == FIRST)
