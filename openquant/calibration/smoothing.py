@@ -44,7 +44,7 @@ from ..files.shardfile import TensorInfo
 from ..formats.kernels import BITS_TYPE, absmax, choose_scales, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..patterns import compile_any, compile_pattern
+from ..patterns import compile_any
 from ..plan.architecture import text_config
 from ..plan.plan import Plan, has_fp8_cache
 from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule
@@ -404,8 +404,7 @@ def find_smoothing_mappings(
     """
     mappings = []
     for rule in model.smoothing:
-        pattern = model.absolute(rule.smooth_layer)
-        smooth_layer = compile_pattern(pattern)
+        smooth_layer = model.compile(rule.smooth_layer)
 
         # By the parts of a name that `*` stands for, as many as the smooth_layer's pattern has.
         balance_layers: dict[tuple[str, ...], list[str]] = {}
