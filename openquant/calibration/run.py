@@ -554,7 +554,8 @@ def choose_transforms(job: Job, recipe: Recipe, calibration: Calibration) -> Wei
 
     Returns:
         Factors of rows and columns and importance of columns of weights by full module name, new bytes of norms and
-        biases by tensor name, and notes.
+        biases by tensor name, notes that say which mappings are not used and why, and a title for the model card, "" if
+        none is used.
 
     Raises:
         PlanError: SmoothQuant was requested for a quantized source.
@@ -564,8 +565,29 @@ def choose_transforms(job: Job, recipe: Recipe, calibration: Calibration) -> Wei
         UsageError: the disk has too little space for shards that are streamed.
     """
     plan = job.plan
-    method, choose = _scale_chooser(job, recipe, calibration)
-    transforms = smoothing_transforms(job, method, choose)
+    name, choose = _scale_chooser(job, recipe, calibration)
+    usable = smoothing.usable_mappings(plan)
+    if usable.mappings:
+        job.reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
+
+    outcomes = _choose_scales(job, usable.mappings, choose)
+    parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
+
+    unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
+    for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
+        if isinstance(outcome, str):
+            unused.setdefault(outcome, []).append(mapping.smooth_layer)
+
+    total = len(outcomes) + sum(map(len, usable.unused.values()))
+    if not total:
+        notes = [f"{name} changes nothing: no smoothing mappings of {plan.model.name} are known"]
+    else:
+        notes = [f"{name}: inputs are divided by powers of two in {len(parts)} of {total} smoothing mappings"]
+    notes += [f"no smoothing at {', '.join(collapse(layers))}: {reason}" for reason, layers in unused.items()]
+
+    transforms = smoothing.combine_transforms(parts, plan)
+    title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
+    transforms = replace(transforms, notes=tuple(notes), title=title)
     return smoothing.with_importance(transforms, plan, calibration) if recipe.awq else transforms
 
 
@@ -603,52 +625,6 @@ def _layer_transforms(
         if not isinstance(scale, str):
             parts.append(smoothing.apply_smoothing(mapping, scale, job.plan, reader))
     return smoothing.combine_transforms(parts, job.plan).weights
-
-
-def smoothing_transforms(job: Job, name: str, choose: ChooseScale) -> WeightTransforms:
-    """Choose a scale for each usable smoothing mapping of a plan, in threads.
-
-    All ranks call this together and get the same.
-
-    Args:
-        job: the run, with a plan without smoothing.
-        name: name of the method, for notes and the model card, such as "SmoothQuant 0.5".
-        choose: called with a mapping and a reader of the source, from several threads at once; returns the
-            mapping's scale, float32 [channels], or a text that says why there is none.
-
-    Returns:
-        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, notes
-        that say which mappings are not used and why, and a title for the model card, "" if none is used.
-
-    Raises:
-        SourceError: a shard cannot be downloaded, or a norm or bias cannot be read.
-        OutputError: shards cannot be written, or another rank has failed.
-        UsageError: the disk has too little space for shards that are streamed.
-        BaseException: what `choose` raises.
-    """
-    plan = job.plan
-    usable = smoothing.usable_mappings(plan)
-    if usable.mappings:
-        job.reporter.on_note(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
-
-    outcomes = _choose_scales(job, usable.mappings, choose)
-    parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
-
-    unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
-    for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
-        if isinstance(outcome, str):
-            unused.setdefault(outcome, []).append(mapping.smooth_layer)
-
-    total = len(outcomes) + sum(map(len, usable.unused.values()))
-    if not total:
-        notes = [f"{name} changes nothing: no smoothing mappings of {plan.model.name} are known"]
-    else:
-        notes = [f"{name}: inputs are divided by powers of two in {len(parts)} of {total} smoothing mappings"]
-    notes += [f"no smoothing at {', '.join(collapse(layers))}: {reason}" for reason, layers in unused.items()]
-
-    transforms = smoothing.combine_transforms(parts, plan)
-    title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
-    return replace(transforms, notes=tuple(notes), title=title)
 
 
 def _choose_scales(
