@@ -76,15 +76,13 @@ _STACK_SUFFIXES = ("_weight_scale", f"_{INPUT_SCALE}")
 _LAYOUT = ("weight_shape", "weight_format")
 # Other tensors of a quantized layer. Mistral calls the first one by the second name.
 _COMPANIONS = (INPUT_SCALE, "activation_scale", "input_global_scale", "input_scale_2", *_LAYOUT)
-# Endings of names that only quantized checkpoints have.
-_QUANTIZED = (
-    ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax", ".SCB",
-    ".weight_global_scale", ".weight_scale_2", ".input_global_scale",
+# Endings of names that only quantized checkpoints have: of scales, and of scales or codes.
+_SCALES = (
+    ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
+    ".input_global_scale", ".SCB",
 )  # fmt: skip
-_STRAY_SCALES = (
-    ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
-    ".input_global_scale", ".qzeros", ".g_idx", ".absmax", ".SCB", "._weight_scale",
-)  # fmt: skip
+_QUANTIZED = (*_SCALES, ".qweight", ".weight_packed", ".weight.absmax")
+_STRAY_SCALES = (*_SCALES, "_scales", ".qzeros", ".g_idx", ".absmax", "._weight_scale")
 # Transforms of a layer's inputs by Quark and torchao, which its weight has the inverse of (QParamsLinearWithRotation).
 _INPUT_TRANSFORMS = (".input_rotation", ".input_prescale", "._weight_act_pre_scale")
 # An int3 row of 96 columns was 10 words of 10 codes then, and is 9 now (compressors/pack_quantized/helpers.py).
