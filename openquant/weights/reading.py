@@ -109,7 +109,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self._buffer = self.memory(BUFFER)
-        self._columns = ColumnReader(self.where.__getitem__, self.open)
+        self._columns = ColumnReader(self.where.__getitem__, self.open, self.read_part)
 
     def open(self, shard: str) -> SourceFile:
         """Open a shard of the source, for a `with` statement."""
@@ -438,15 +438,12 @@ class Reader:
 
         # The zero points of `run` rows fill whole words.
         run = fmt.number.run
-        place = self.where[info.name]
         first = low // run * run
         start = fmt.number.items(first)
         stop = min(fmt.number.items(low + count), info.shape[0])
 
-        words = np.empty((stop - start, info.shape[1]), np.uint32)
-        with self.open(place.shard) as source:
-            source.read(words.reshape(-1).view(np.uint8), place.offset + start * info.shape[1] * 4, info.name)
-
+        pitch = info.shape[1] * 4
+        words = self.read_part(info, start * pitch, (stop - start) * pitch).view(np.uint32).reshape(-1, info.shape[1])
         return fmt.number.decode(kernels.unpack_words(words, fmt.number)[low - first :][:count])
 
     def _check_shape(self, weight: Weight) -> None:

@@ -445,11 +445,15 @@ class ColumnReader:
     Args:
         where: returns shard and offset of a tensor by its name.
         open_shard: opens a shard by its file name, for a `with` statement.
+        read: reads some bytes of a tensor.
     """
 
-    def __init__(self, where: Callable[[str], Location], open_shard: Callable[[str], SourceFile]) -> None:
+    def __init__(
+        self, where: Callable[[str], Location], open_shard: Callable[[str], SourceFile], read: ReadPart
+    ) -> None:
         self._where = where
         self._open = open_shard
+        self._read = read
         # The last strip: name of its codes, first row, and codes as row formats store them, [rows, bytes].
         self._strip: tuple[str, int, Codes] = "", 0, np.empty((0, 0), np.uint8)
 
@@ -552,7 +556,7 @@ class ColumnReader:
             return None
 
         info = weight.parts[3]
-        index = self._read_bytes(info).view(np.int32 if info.dtype == "I32" else np.int64).astype(np.int64)
+        index = self._read(info, 0, info.nbytes).view(np.int32 if info.dtype == "I32" else np.int64).astype(np.int64)
         outside = (index < 0) | (index >= groups)
 
         if outside.any():
@@ -582,7 +586,7 @@ class ColumnReader:
         info = weight.parts[2]
         if fmt is None or fmt.zero_point is not None:
             return
-        zeros = self._zero_codes(self._read_bytes(info).reshape(info.shape[0], -1), fmt)
+        zeros = self._zero_codes(self._read(info, 0, info.nbytes).reshape(info.shape[0], -1), fmt)
         middle = int(fmt.number.encode(np.zeros(1, np.float32))[0])
         if (zeros != middle).any():
             raise SourceError(
@@ -600,13 +604,6 @@ class ColumnReader:
             # The place of each code in its word.
             codes = codes.reshape(len(raw), -1, fmt.number.run)[:, :, list(columns.order)].reshape(len(raw), -1)
         return (codes + np.uint8(columns.zero_point_offset)) & np.uint8((1 << fmt.number.bits) - 1)
-
-    def _read_bytes(self, info: TensorInfo) -> Bytes:
-        place = self._where(info.name)
-        raw = np.empty(info.nbytes, np.uint8)
-        with self._open(place.shard) as source:
-            source.read(raw, place.offset, info.name)
-        return raw
 
     def _read_strip(
         self, source: SourceFile, info: TensorInfo, low: int, count: int, packed: Number | None = None
