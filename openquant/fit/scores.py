@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from ..calibration.gptq_pass import shared_absmax
@@ -453,27 +453,19 @@ _Rounded = tuple[Weight, Scheme, Floats]
 def _rounded_tensor(weights: list[_Rounded], make_reader: Callable[[], Reader]) -> torch.Tensor:
     reader = make_reader()
     tensor = torch.empty(weights[0][0].source.shape, dtype=torch.bfloat16)
-    flat = tensor.view(torch.int16).numpy().view(np.uint16).reshape(-1)
+    stored = tensor.view(torch.int16).numpy().view(np.uint16)
     for weight, scheme, absmax in weights:
-        write_bfloat16(rounded_rows(weight, scheme, absmax, reader), _rows_of(weight, flat))
+        write_bfloat16(rounded_rows(weight, scheme, absmax, reader), _rows_of(weight, stored))
     return tensor
 
 
-def _rows_of(
-    weight: Weight, flat: np.ndarray[tuple[int], np.dtype[np.uint16]]
-) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
+def _rows_of(weight: Weight, tensor: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
     """The part of its tensor that a weight is, as a view [out, in]."""
-    shape, itemsize = weight.shape, flat.itemsize
-    if weight.expert < 0:
-        matrix = flat.reshape(weight.source.shape[0], weight.source.shape[1])
-        return matrix.T if weight.transposed or weight.decodes_transposed else matrix
-    per_expert = flat.size // weight.source.shape[0]
-    transposed = weight.transposed or weight.decodes_transposed
-    step = 1 if transposed else shape[1]
-    part = flat[weight.expert * per_expert + weight.part * shape[0] * step :]
-    pitch = weight.source.shape[-1]
-    strides = (itemsize, pitch * itemsize) if transposed else (pitch * itemsize, itemsize)
-    return as_strided(part, shape, strides)
+    matrix = tensor if weight.expert < 0 else tensor[weight.expert]
+    if weight.transposed or weight.decodes_transposed:
+        matrix = matrix.T
+    first = weight.part * weight.shape[0]
+    return matrix[first : first + weight.shape[0]]
 
 
 def rounded_rows(weight: Weight, scheme: Scheme, absmax: Floats, reader: Reader) -> Iterator[Floats]:
