@@ -350,10 +350,8 @@ STEP = 0.5
 
 def whole_and_half_bits(menu: Menu) -> list[float]:
     """Return whole and half bits a weight between the smallest and the largest single scheme."""
-    weights = sum(unit.elements for unit in menu.units)
-    sizes = [menu.size(menu.uniform(name)) - menu.fixed for name in menu.plans]
-    first, last = (8 * size / weights / STEP for size in (min(sizes), max(sizes)))
-    return [STEP * number for number in range(math.ceil(first), math.floor(last) + 1)]
+    bits = [bits_per_weight(menu.units, menu.size(menu.uniform(name)) - menu.fixed) for name in menu.plans]
+    return [STEP * number for number in range(math.ceil(min(bits) / STEP), math.floor(max(bits) / STEP) + 1)]
 
 
 def mixtures_of_sizes(menu: Menu, best: BestMixtures) -> dict[str, Mixture]:
