@@ -134,7 +134,7 @@ class _Comparison:
         self.measurements.routes.register_hooks(model.model)
 
         served = ServedModel(model, self.settings.kv_cache)
-        self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+        self.outputs.append(OutputUnderTest(output, served, self.passes))
 
     def _read_prompts(self) -> Sequence[Prompt]:
         """Read the prompts that the models answer; none if they answer none."""
@@ -323,7 +323,7 @@ class RoundingNoise:
         self._generator: torch.Generator | None = None
         for module in modules:
             # Not a hook: hidden states must have the noise before other hooks compare them.
-            module.forward = self._noisy(module.forward)
+            module.forward = partial(self._add_noise, module.forward)
 
     @contextmanager
     def drawn_from(self, generator: torch.Generator) -> Iterator[None]:
@@ -339,16 +339,13 @@ class RoundingNoise:
         finally:
             self._generator = None
 
-    def _noisy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def noisy(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            if self._generator is None:
-                return output
-            if isinstance(output, tuple):
-                return (stochastic_round(output[0], self._generator), *output[1:])
-            return stochastic_round(output, self._generator)
-
-        return noisy
+    def _add_noise(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if self._generator is None:
+            return output
+        if isinstance(output, tuple):
+            return (stochastic_round(output[0], self._generator), *output[1:])
+        return stochastic_round(output, self._generator)
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -25,7 +25,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,20 +160,17 @@ class RouteCounts(ShareCount):
         """Register hooks on all modules of stacked experts of a model."""
         for name, module in model.named_modules():
             if holds_experts(module):
-                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                module.register_forward_pre_hook(partial(self._count_routes, name), with_kwargs=True)
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.pass_number is None:
-                return
-            experts = _expert_choice(module, *args, **kwargs)
-            if self.pass_number == 0:
-                self._source[name] = experts
-                return
-            rerouted = int((experts != self._source[name]).any(-1).sum())
-            self.count((name, self.pass_number), rerouted, len(experts))
-
-        return before
+    def _count_routes(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.pass_number is None:
+            return
+        experts = _expert_choice(module, *args, **kwargs)
+        if self.pass_number == 0:
+            self._source[name] = experts
+            return
+        rerouted = int((experts != self._source[name]).any(-1).sum())
+        self.count((name, self.pass_number), rerouted, len(experts))
 
     def share(self, layer: str, number: int) -> float | None:
         """Return the share of tokens of a pass that a layer routes to other experts than in the source.
@@ -477,18 +474,16 @@ class OutputUnderTest:
         subject: the checkpoint and its name.
         served: the model as engines serve it.
         first: number of its first pass among those of all models; this pass rounds weights alone.
-        passes: number of its passes: 2 if engines round activations or the KV cache too, else 1.
     """
 
     subject: ModelUnderTest
     served: ServedModel
     first: int
-    passes: int
 
     @property
     def last(self) -> int:
-        """Number of its last pass, with everything that engines round."""
-        return self.first + self.passes - 1
+        """Number of its last pass, with everything that engines round; a second one if they round more."""
+        return self.first + int(self.served.rounds)
 
 
 def require_one_model(
