@@ -248,11 +248,10 @@ _ZEROS = "weight_zero_point"
 # By pack_method, where in a word each of eight outputs lies (quark/torch/utils/pack.py, Pack_4_bits).
 _ORDERS = {"reorder": AWQ_ORDER, "order": tuple(range(8))}
 
-Layers = list[tuple[tuple[str, ...], Format]]
 Inputs = list[Mapping[str, Any] | None]
 
 
-def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
+def read_quark(config: dict[str, Any]) -> tuple[Groups, Inputs]:
     """Return the formats of layers from a quantization_config of the method "quark".
 
     Args:
@@ -290,7 +289,7 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
     else:
         named.append(("global_quant_config", "Linear", config.get("global_quant_config")))
 
-    layers: Layers = []
+    layers: Groups = []
     inputs: Inputs = []
     for name, target, layer in named:
         if not isinstance(layer, dict):
