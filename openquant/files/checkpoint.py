@@ -527,9 +527,6 @@ def _left_out(names: Collection[str], files: Collection[str]) -> tuple[str, ...]
     return tuple(sorted(found))
 
 
-# Bytes that are hashed at a time.
-_PIECE = 1 << 22
-
 # Size, mtime and ctime in ns, and inode of a file. While they are the same, so are its bytes.
 Stamp = list[int]
 
@@ -664,6 +661,6 @@ class Fingerprint:
 
 def _hash_remote(file: RemoteFile) -> str:
     digest = hashlib.sha256()
-    for offset in range(0, file.size, _PIECE):
-        digest.update(file.read(offset, min(_PIECE, file.size - offset)))
+    for offset in range(0, file.size, model_files.PIECE):
+        digest.update(file.read(offset, min(model_files.PIECE, file.size - offset)))
     return digest.hexdigest()

@@ -264,7 +264,7 @@ def _parse(data: bytes) -> Any:
 MAX_SMALL = 16 << 20
 MAX_INDEX = 100_000_000
 # Bytes that are hashed at a time.
-_PIECE = 1 << 22
+PIECE = 1 << 22
 # Characters of foreign text that a message shows.
 _MAX_SHOWN = 100
 
@@ -344,7 +344,7 @@ def file_sha256(path: Path, what: str) -> str:
     """
     # hashlib.file_digest is not in Python 3.10.
     digest = hashlib.sha256()
-    piece = memoryview(bytearray(_PIECE))
+    piece = memoryview(bytearray(PIECE))
     with open_regular(path, what) as file:
         while count := os.readv(file.fileno(), [piece]):
             digest.update(piece[:count])
