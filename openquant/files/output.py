@@ -406,9 +406,7 @@ class Claim:
         journal, found = self._read_earlier()
         if journal is None:
             # Another machine may have uploaded shards.
-            self._elsewhere = frozenset()
-            if not self._overwrite:
-                self._elsewhere = self._find_elsewhere()
+            self._elsewhere = frozenset() if self._overwrite else self._find_elsewhere()
             return None, found
 
         if not self._overwrite:
