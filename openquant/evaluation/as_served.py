@@ -119,16 +119,13 @@ class ServedModel:
         weights = ForwardPass(self.model, partial(self.model.logits, ids))
         if not self.rounds:
             return [weights]
-        return [weights, ForwardPass(self.model, partial(self._logits, ids), self.round_inputs)]
+        return [weights, ForwardPass(self.model, lambda: self.model.logits(ids, self.text_cache()), self.round_inputs)]
 
     @contextmanager
     def round_inputs(self) -> Iterator[None]:
         """Round the inputs of quantized layers while the context is entered."""
         with products_in_float32(self.model.device), nullcontext() if self._rounding is None else self._rounding.on():
             yield
-
-    def _logits(self, ids: Tensor) -> Tensor:
-        return self.model.logits(ids, self.text_cache())
 
     def text_cache(self) -> Fp8Cache | None:
         """Make an FP8 KV cache for one pass over a whole text; None if the cache is not in FP8."""
