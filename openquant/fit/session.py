@@ -35,7 +35,6 @@ from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 
 if TYPE_CHECKING:
-    from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .scores import Measured
 
@@ -92,9 +91,11 @@ class Session:
     @cached_property
     def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
         """The mixtures and changes that this rank measures: those of every `size`-th unit."""
+        from ..streaming.model import StreamedModel
         from .scores import find_variants
 
-        mixtures, changes = find_variants(self._model(), self.menu.units)
+        model = StreamedModel(self.opened.checkpoint, device=self.opened.device)
+        mixtures, changes = find_variants(model, self.menu.units)
         ranks = self.opened.ranks
         own = range(ranks.rank, len(self.menu.units), ranks.size)
         return (
@@ -201,11 +202,6 @@ class Session:
         wanted = Texts(given.text, dataset=given.dataset, samples=max(samples, len(given.text)), length=length)
         opened = self.opened
         return read_corpus(wanted, find_tokenizer(opened.source, opened.checkpoint), purpose)
-
-    def _model(self) -> StreamedModel:
-        from ..streaming.model import StreamedModel
-
-        return StreamedModel(self.opened.checkpoint, device=self.opened.device)
 
     def _measure(
         self,
