@@ -572,14 +572,6 @@ def _to_bfloat16(bits, out):
 
 
 @_compile
-def _transpose(part, transposed):
-    for k in range(part.shape[1]):
-        into = transposed[k]
-        for j in range(part.shape[0]):
-            into[j] = part[j, k]
-
-
-@_compile
 def _nearest(quotient, least, most, lowest, rounds):
     """Return the value of the code that is nearest to a quotient."""
     near = min(max(quotient, least), most)
@@ -663,8 +655,10 @@ def _best(bits, half, below, unclipped, scales, least, most, normal, rounds, out
 @_compile
 def _load_columns(part, half, below, divisor, raw, out):
     """Load groups, the rows of `part`, into the columns of `out`, divided by the divisor of each."""
-    _transpose(part, raw)
     for k in range(raw.shape[0]):
+        into = raw[k]
+        for j in range(part.shape[0]):
+            into[j] = part[j, k]
         line = out[k]
         _load(raw[k], half, below, line)
         for j in range(divisor.size):
