@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -252,11 +253,11 @@ def as_options(recipe: Recipe, menu: Menu, mixture: Mixture) -> Recipe:
     Raises:
         PlanError: it leaves everything unquantized.
     """
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     patterns: dict[str, list[str]] = {}
     for number, unit in enumerate(menu.units):
         name = unit.choices[mixture[number]].scheme_name
-        sizes[name] = sizes.get(name, 0) + unit.elements
+        sizes[name] += unit.elements
         patterns.setdefault(name, []).extend(unit.patterns)
 
     ignored = (*recipe.ignore, *joined_patterns(patterns.pop(UNQUANTIZED, ())))
@@ -443,11 +444,9 @@ class Points:
             kl = mean_kl(records)
             interval = bootstrap_interval([record.kl for record in records], 0)
 
-        weights: dict[str, int] = {}
+        weights: Counter[str] = Counter()
         for number, unit in enumerate(menu.units):
-            scheme = unit.choices[mixture[number]].scheme_name
-            weights[scheme] = weights.get(scheme, 0) + unit.elements
-        whole = sum(weights.values())
+            weights[unit.choices[mixture[number]].scheme_name] += unit.elements
         return Point(
             name=name,
             scheme=name if name in menu.plans else None,
@@ -457,7 +456,7 @@ class Points:
             kl=kl,
             interval=interval,
             measured=records is not None,
-            shares={scheme: part / whole for scheme, part in sorted(weights.items())},
+            shares={scheme: part / weights.total() for scheme, part in sorted(weights.items())},
             fits=None if self.limit is None else nbytes <= self.limit,
             written=written,
             command=self.command(name, name in menu.plans),
