@@ -76,8 +76,20 @@ class Destination:
             UsageError: the path is refused.
         """
         require_place(self.path, self.title, self.elsewhere)
-        if self.path.exists():
-            self._refuse_content()
+        if not self.path.exists():
+            return
+
+        try:
+            with self.path.open("rb") as file:
+                replaceable = not os.fstat(file.fileno()).st_size or self.kind.recognizes(file)
+        except OSError as error:
+            raise UsageError(f"{self.title} cannot be read: {error.strerror}", self.elsewhere) from None
+
+        if not replaceable:
+            raise UsageError(
+                f"{self.title} exists and is not {self.kind.title} that openquant wrote",
+                f"{self.elsewhere}, or remove that file",
+            )
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Check the path again, and write the file whole or not at all.
@@ -91,19 +103,6 @@ class Destination:
         """
         self.require()
         write_atomic(self.path, *parts, elsewhere=self.elsewhere)
-
-    def _refuse_content(self) -> None:
-        """Refuse to replace a file that is neither empty nor of this kind."""
-        try:
-            with self.path.open("rb") as file:
-                replaceable = not os.fstat(file.fileno()).st_size or self.kind.recognizes(file)
-        except OSError as error:
-            raise UsageError(f"{self.title} cannot be read: {error.strerror}", self.elsewhere) from None
-        if not replaceable:
-            raise UsageError(
-                f"{self.title} exists and is not {self.kind.title} that openquant wrote",
-                f"{self.elsewhere}, or remove that file",
-            )
 
 
 def require_place(path: Path, title: str, elsewhere: str = "give another place") -> None:
