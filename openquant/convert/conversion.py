@@ -64,8 +64,6 @@ PROBED = 1 << 12
 # Copies of at least this many bytes are the first writes of a shard, so that other workers are busy meanwhile.
 LONG = 128 << 20
 
-Progress = Callable[[int], None]
-
 
 def worker_memory(plan: Plan, device: str) -> int:
     """Return the bytes of memory that one worker needs at most.
@@ -213,7 +211,7 @@ class Conversion:
     transfer: ShardProvider
     output: OutputDirectory
     device: str
-    progress: Progress | None
+    progress: Callable[[int], None] | None
     loops: Loops
 
     lock: threading.Lock = field(default_factory=threading.Lock)
