@@ -7,12 +7,12 @@ observers     hooks that record absmax, mean magnitudes and mean squares of each
 smoothing     smoothing mappings: a smooth_layer, and the balance_layers that read its outputs; scales that move
               outliers from INT8 activations into weights (SmoothQuant) or give important input channels finer steps
               (AWQ), and what scales change about weights and norms
-gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
+gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ); moves scales and codes
+              afterwards to where errors of the outputs cancel (--tune)
 gptq_pass     runs texts through a model, and rounds each layer by GPTQ with its Hessians, H = X'X over the tokens that
               go into it
 sensitivity   weighs these tokens, and the outputs of layers, by gradients of the answers (--tune), which a second walk
               through the layers gives, last layer first
-tuning        moves scales and codes after GPTQ to where errors of the outputs cancel (--tune)
 
 weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()
 or of GPTQ that was interrupted continues from its pass checkpoint (streaming/pass_checkpoint.py).

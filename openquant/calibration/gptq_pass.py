@@ -50,10 +50,9 @@ from ..threads import in_parallel
 from ..weights.reading import Reader, require_in_range
 from ..weights.statistics import InputStatistics
 from ..weights.weight import Weight, WeightTransform
-from .gptq import ErrorPropagation, damp, find_error_propagation, round_columns
+from .gptq import ErrorPropagation, Tuning, damp, find_error_propagation, round_columns
 from .observers import InputRecorder, RunningStatistics, find_hook_points, require_finite_inputs
 from .sensitivity import Sensitivities
-from .tuning import Tuning
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24

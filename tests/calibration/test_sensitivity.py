@@ -14,10 +14,10 @@ from torch import Tensor
 
 from conftest import EXAMPLE, everything
 from openquant import compress
+from openquant.calibration.gptq import Tuning
 from openquant.calibration.gptq_pass import Hessian, find_hessians, hessian_groups, round_layers
 from openquant.calibration.observers import find_hook_points
 from openquant.calibration.sensitivity import Sensitivities, draw_gradient, find_sensitivities
-from openquant.calibration.tuning import Tuning
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, UsageError

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from openquant.calibration import tuning
-from openquant.calibration.gptq import damp, find_error_propagation, round_columns
+from openquant.calibration import gptq
+from openquant.calibration.gptq import Tuning, damp, find_error_propagation, round_columns, stored_scales
 from openquant.calibration.gptq_pass import scaled_outputs
-from openquant.calibration.tuning import Tuning, stored_scales
 from openquant.formats import kernels
 from openquant.formats.schemes import Scheme, find_scheme
 from support.rows import for_each
@@ -62,7 +61,7 @@ class Problem:
         """The curvature with its ridge and damping, float64 [out, out]."""
         whole = torch.block_diag(*self.outputs)[:ROWS, :ROWS].double()
         whole /= whole.diagonal().mean()
-        return whole + torch.diag(0.2 * whole.diagonal() + 1.2 * tuning.RIDGE)
+        return whole + torch.diag(0.2 * whole.diagonal() + 1.2 * gptq.RIDGE)
 
     def wide(self, values: Tensor) -> Tensor:
         """[out / height, groups] -> [out, in]."""
@@ -109,7 +108,7 @@ def test_the_answers_lose_less(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4", "int4 with zero points"])
 def test_each_code_moves_to_the_best(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     problem = Problem(SCHEMES[name])
-    monkeypatch.setattr(tuning, "ROUNDS", 1)
+    monkeypatch.setattr(gptq, "ROUNDS", 1)
     monkeypatch.setattr(Tuning, "refit_scales", lambda _: None)
     monkeypatch.setattr(Tuning, "move_groups", lambda _: None)
     found, _ = problem.tuned()
@@ -131,7 +130,7 @@ def test_each_code_moves_to_the_best(monkeypatch: pytest.MonkeyPatch, name: str)
 @pytest.mark.parametrize("name", ["int4", "int4 with zero points"])
 def test_each_group_moves_to_the_best_scale(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     problem = Problem(SCHEMES[name])
-    monkeypatch.setattr(tuning, "ROUNDS", 1)
+    monkeypatch.setattr(gptq, "ROUNDS", 1)
     monkeypatch.setattr(Tuning, "refit_scales", lambda _: None)
     monkeypatch.setattr(Tuning, "move_codes", lambda _: None)
     found, found_scale = problem.tuned()
@@ -145,7 +144,7 @@ def test_each_group_moves_to_the_best_scale(monkeypatch: pytest.MonkeyPatch, nam
         columns = slice(group * width, (group + 1) * width)
         within = hessian[columns, columns]
         root = torch.linalg.cholesky(within.flip(0, 1)).flip(0, 1).T
-        near = [problem.scale[:, group] * factor for factor in tuning.FACTORS]
+        near = [problem.scale[:, group] * factor for factor in gptq.FACTORS]
         tried = np.stack([stored_scales(problem.format, scale.numpy(), None) for scale in near])
         for row in range(ROWS):
             zero, weight = zeros[row, group], together[row, row]
@@ -171,8 +170,8 @@ def test_each_group_moves_to_the_best_scale(monkeypatch: pytest.MonkeyPatch, nam
 
 def test_scales_are_the_least_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(SCHEMES["channel"])
-    monkeypatch.setattr(tuning, "ROUNDS", 0)
-    monkeypatch.setattr(tuning, "STEPS", 300)
+    monkeypatch.setattr(gptq, "ROUNDS", 0)
+    monkeypatch.setattr(gptq, "STEPS", 300)
     quotients, found = problem.tuned()
     assert torch.equal(quotients, problem.quotients)
 
@@ -188,7 +187,7 @@ def test_scales_keep_their_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of few codes would not, and engines read no E4M3 scales below zero."""
     problem = Problem(SCHEMES["nvfp4"])
     problem.quotients = -problem.quotients
-    monkeypatch.setattr(tuning, "ROUNDS", 0)
+    monkeypatch.setattr(gptq, "ROUNDS", 0)
     assert (problem.tuned()[1] > 0).all()
 
 
