@@ -11,10 +11,10 @@ H; this order of rounding needs no inverse (Chee et al., arXiv 2307.13304, theor
 
 In that trace each output counts alike and by itself. The answers change by about trace(G E H E') / 2, where G is the
 curvature of the KL divergence over the outputs (sensitivity.py): errors of several outputs cancel too. So with --tune,
-six times, each scale in turn is set to the least squares of this, and each code to the one that makes it least while
-all others stay; at first each group goes to the best of some scales, with its codes rounded anew. On SmolLM2 in int4
-weighed tokens leave 0.82 of the KL of `--gptq`, and this 0.62; in nvfp4 it is 0.74 without the groups, and 0.69 with
-them (docs/results.md).
+six times, each scale in turn is set to the least squares of this, each group to the best of some scales with its codes
+rounded anew, and each code to the one that makes it least while all others stay. On SmolLM2 in int4 weighed tokens
+leave 0.82 of the KL of `--gptq`, and this 0.63; in nvfp4 it is 0.74 without the groups, and 0.69 with them
+(docs/results.md).
 
     quotients, scale = Tuning(weight, quotients, scale, None, hessian, outputs, scheme.format).run()
 """
@@ -195,9 +195,10 @@ def work_in_panels(
 # GPTQ's KL in int4, and 3, 6 and 12 rounds 0.644, 0.630 and 0.624.
 RIDGE = 1.0
 ROUNDS = 6
-# In the first of them groups move as a whole too. On four of SmolLM2's weights two take 0.7 to 0.9 of what six do off
-# the loss, in two thirds of the time.
-GROUP_ROUNDS = 2
+# Groups of more inputs than this move as a whole in the first two rounds alone, since that takes time. On SmolLM2 int4
+# in groups of 64 has 0.628 of GPTQ's KL with two and 0.624 with six; nvfp4, of 16, 0.706 and 0.692.
+NARROW = 32
+WIDE_ROUNDS = 2
 # Of conjugate gradients: on SmolLM2's first layers two leave as much of the loss as twelve.
 STEPS = 2
 # By which the scale of a group is multiplied for those that are tried, each with all codes of the group rounded anew:
@@ -408,7 +409,7 @@ class Tuning:
         """
         for number in range(ROUNDS):
             self.refit_scales()
-            if number < GROUP_ROUNDS:
+            if self.width <= NARROW or number < WIDE_ROUNDS:
                 self.move_groups()
             self.move_codes()
         self.refit_scales()
